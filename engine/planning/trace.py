@@ -122,7 +122,8 @@ class Tracer:
         last one do the same as the second, and do not run.
         """
         gathers = self._sharded.policy.shards_params
-        like, extra = {}, set()
+        like: dict[Action, Action] = {}
+        extra: set[Action] = set()
         if units.holds_all or not gathers:
             like, extra = _repeated(row, gathers=gathers)
         with self._noting() as journal, self._stubs(recomputes=recomputes):

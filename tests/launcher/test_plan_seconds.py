@@ -192,7 +192,7 @@ def test_middle_micro_batches_are_like_the_second(
     monkeypatch.setattr(tracing.Tracer, "_act", counted)
     found = [rank.share.trace for rank in plan_of(config, 2).ranks]
     few = len(ran)
-    monkeypatch.setattr(tracing, "_repeated", lambda row, gathers: {})
+    monkeypatch.setattr(tracing, "_repeated", lambda row, gathers: ({}, set()))
     assert found == [rank.share.trace for rank in plan_of(config, 2).ranks]
     assert few < len(ran) - few
 
