@@ -39,10 +39,12 @@ def check_features(model: nn.Module, config: Config) -> None:
         from ..model.compile import refuse_dropout
 
         refuse_dropout(model, [block for _, block in blocks] or [model], config)
-    if config.compile.enabled:
+    section = config.compile
+    # torch has its default backend, and takes seconds to load it
+    if section.enabled and (section.backend != "inductor" or section.arguments()):
         from ..model.compile import complaint_of
 
-        complaint = complaint_of(config.compile)
+        complaint = complaint_of(section)
         if complaint is not None:
             raise ConfigError([complaint], config.source)
     if config.compression_training.enabled or config.quantize_training.is_on:
