@@ -635,6 +635,7 @@ class _Search:
         alone = point._replace(pipe=1, experts=1, stage=0, shard=0, micro_batch=1, steps=1)
         data = self._space.source(alone, {})
         data.pop(TRAIN, None)
+        data.pop("pipeline", None)  # one micro-batch may be too few for the stages of the file
         goal = self._goal
         try:
             seen, config = self._cache.forward(parsed(data), goal.world_size, goal.ranks_per_host)

@@ -153,3 +153,9 @@ def test_a_plan_of_a_search_is_that_of_a_new_one(pipe: dict[str, Any]) -> None:
         assert [rank.sent for rank in plan.ranks] == [rank.sent for rank in fresh.ranks]
     assert all(rank.share.trace for rank in fresh.ranks)
     assert [r.share.trace for r in plan.ranks] == [r.share.trace for r in fresh.ranks]
+
+
+def test_stages_of_the_file_may_need_more_micro_batches_than_an_estimate() -> None:
+    data = {**FIXED, "pipeline": {"stages": 2}, "zero_optimization": {"stage": 1}}
+    found = search(SOURCE, data, machine(), Goal(2, 2, top=1))
+    assert found.rows[0].point.pipe == 2
