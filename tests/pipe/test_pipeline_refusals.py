@@ -230,8 +230,6 @@ def model_of(kind: str) -> nn.Module:
         model.embed.max_norm = 1.0
     elif kind == "complex":
         model.blocks[1].phase = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
-    elif kind == "tiles":
-        model.blocks[0].mlp = nn.Linear(8, 8)
     return model
 
 
@@ -239,8 +237,6 @@ def refused(kind: str) -> tuple[str, str]:
     """The class and the text of this rank's error."""
     torch.manual_seed(0)
     config = config_of(2, 2, zero={"stage": 1, "shared_parameters": kind == "max_norm"})
-    if kind == "tiles":
-        config["sequence"] = {"tiled_mlp": 4}
     try:
         xds.initialize(model_of(kind), config)
     except Exception as error:
@@ -251,7 +247,6 @@ def refused(kind: str) -> tuple[str, str]:
 REFUSED = [
     ("max_norm", 0, "UsageError", "max_norm of embed"),
     ("complex", 1, "UsageError", "complex parameters are not supported"),
-    ("tiles", 1, "UsageError", "has no module called mlp"),
     ("layer", 1, "ValueError", "no such layer"),
 ]
 
