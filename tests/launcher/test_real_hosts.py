@@ -212,7 +212,7 @@ def test_every_failure_on_another_host_is_told_once_and_starts_every_rank_again(
 def test_a_host_that_is_lost_is_named_and_ends_the_run_on_both_sides(
     what, hosts, two, start, tmp_path
 ):
-    process = start("for_ever()", "--hostfile", two, env={"XDS_HEARTBEAT_SECONDS": "2"})
+    process = start("for_ever()", "--hostfile", two, env={"XDS_HEARTBEAT_SECONDS": "5"})
     all_there(tmp_path / "shared")
     if what == "link":
         hosts.cut("host1")
@@ -275,7 +275,7 @@ def test_an_elastic_run_goes_on_with_fewer_hosts_and_grows_again(hosts, start, t
         """,
         *("--hostfile", str(hosts.hostfile(1, file="three"))),
         *("--min-elastic-nodes", "2", "--max-restarts", "3"),
-        env={"XDS_HEARTBEAT_SECONDS": "2"},
+        env={"XDS_HEARTBEAT_SECONDS": "5"},
     )
     shared = tmp_path / "shared"
     wait_for(shared, *(f"began0.3.{rank}" for rank in range(3)))

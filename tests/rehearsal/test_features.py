@@ -559,7 +559,8 @@ def test_late_gradients_of_one_rank_do_not_change_the_order_of_messages() -> Non
     assert found == pytest.approx(plain, **near("fp32"))
 
 
-def of_the_device(path: str) -> list[Any]:
+def of_the_device(folder: str) -> list[Any]:
+    path = f"{folder}/{torch.distributed.get_rank()}.pt"
     x, weight = torch.ones(1, device="cuda"), torch.ones(2, 2, device="cuda")
     with torch.inference_mode():
         found: list[Any] = [x.view(1, 1).is_inference()]  # as its base
@@ -570,7 +571,7 @@ def of_the_device(path: str) -> list[Any]:
 
 
 def test_views_autocast_and_saved_tensors_are_those_of_a_device(tmp_path: Path) -> None:
-    for found in ranks(2, kernels=True).run(of_the_device, str(tmp_path / "x.pt"))[:1]:
+    for found in ranks(2, kernels=True).run(of_the_device, str(tmp_path)):
         assert found == [False, torch.bfloat16, torch.float32, "cuda", False]
 
 
