@@ -165,15 +165,15 @@ def measure(rank: int, size: int, chosen: list[Layout], steps: int) -> tuple[lis
 
 
 def mean_of(contents: list[Any]) -> Any:
-    """A machine file with the geometric means of all numbers, at the points that all measurements have."""
+    """A machine file with the points of all measurements; where several have one, its geometric mean."""
     first = contents[0]
     if isinstance(first, dict):
         shared = [key for key in first if all(key in each for each in contents)]
         return {key: mean_of([each[key] for each in contents]) for key in shared}
     if isinstance(first, list):
         tables = [{tuple(point[:-1]): point[-1] for point in each} for each in contents]
-        places = [place for place in tables[0] if all(place in table for table in tables)]
-        return [[*place, mean_of([table[place] for table in tables])] for place in places]
+        places = sorted({place for table in tables for place in table})
+        return [[*p, mean_of([table[p] for table in tables if p in table])] for p in places]
     is_rate = isinstance(first, float) and min(contents) > 0
     return statistics.geometric_mean(contents) if is_rate else first
 
