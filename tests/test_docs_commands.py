@@ -50,7 +50,6 @@ NOT_RUN = {
     r"^mkdocs serve": "serves until it is stopped",
     r"^deepspeed|^accelerate launch|torchrun": "another launcher: tests/migration/ compares with it",
     r"^python benchmarks/": "takes minutes",
-    r"bench machine --nproc-per-node": "measures for a minute more; the command without options runs",
     r"--autotuning": "needs the section autotuning: tests/launcher/test_tuning.py",
     r"--resume_from_checkpoint": "after 100 steps; tests/test_examples.py resumes earlier",
     r"^nvidia-smi|collect_env": "another program",

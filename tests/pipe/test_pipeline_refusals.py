@@ -230,6 +230,8 @@ def model_of(kind: str) -> nn.Module:
         model.embed.max_norm = 1.0
     elif kind == "complex":
         model.blocks[1].phase = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    elif kind == "tiles":
+        model.blocks[0].mlp = nn.Linear(8, 8)
     return model
 
 
@@ -237,6 +239,8 @@ def refused(kind: str) -> tuple[str, str]:
     """The class and the text of this rank's error."""
     torch.manual_seed(0)
     config = config_of(2, 2, zero={"stage": 1, "shared_parameters": kind == "max_norm"})
+    if kind == "tiles":
+        config["sequence"] = {"tiled_mlp": 4}
     try:
         xds.initialize(model_of(kind), config)
     except Exception as error:
@@ -258,6 +262,8 @@ def test_a_refusal_reaches_the_other_stages() -> None:
         kind_of_other, said = found[1 - rank]
         assert kind_of_other == "UsageError", kind
         assert f"xds.initialize failed on rank {rank}: " in said and text in said
+    for name, said in run_ranks(refused, 2, "tiles"):  # each stage has seen the whole model
+        assert name == "UsageError" and "has no module called mlp" in said
 
 
 class Refuses(nn.Linear):
