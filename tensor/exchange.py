@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..ops.comm.collectives import Collectives
+from ..ops.comm.handles import Handle
 from . import compiled
 from .tokens import Tokens
 
@@ -31,30 +32,37 @@ class Exchange:
         collectives: Collectives,
         what: str,
         tokens: Tokens | None = None,
-        *,
-        gathers: bool = True,
     ) -> None:
         """
         Args:
             tokens: what lies around this place has the tokens of its rank; None: all tokens.
-            gathers: `enter` gathers all of them; False: the input has them already.
         """
         self.collectives = collectives
         self.what = what
         self.tokens = tokens
-        self._gathers = gathers
         self._group = compiled.number_of(collectives)
 
     def enter(self, x: Tensor) -> Tensor:
         """`x` [...]; in backward its gradients are summed over the ranks."""
         if self.tokens is not None:
-            return self.tokens.gather(x, self.what) if self._gathers else x
+            return self.tokens.gather(x, self.what)
         if not (x.requires_grad and torch.is_grad_enabled()):
             return x
         if torch.compiler.is_compiling():
             return cast(Tensor, compiled.enter(x, self._group))
         entered: Tensor = _Enter.apply(x, self)  # type: ignore[no-untyped-call]
         return entered
+
+    def entered(self, x: Tensor) -> Tensor:
+        """The values that `enter` returns, without autograd; `x` itself where it sends nothing."""
+        return x if self.tokens is None else self.tokens.gathered(x, f"the input of {self.what}")
+
+    def start_sum(self, grad: Tensor) -> tuple[Tensor, Handle | None]:
+        """The gradient of `x` from that of `enter(x)`, complete after a wait for the handle, if any."""
+        what = f"the gradient of the input of {self.what}"
+        if self.tokens is not None:
+            return self.tokens.start_sum(grad, what)
+        return compiled.start_sum(self.collectives, grad, what)
 
     def leave(self, y: Tensor) -> Tensor:
         """The sum over ranks of `y` [...], the same bits on all."""

@@ -29,11 +29,20 @@ from .vocabulary import Vocabulary, own_rows
 class Region:
     """The layers under one parent. Owns the input that they share, from the first to the last of them."""
 
-    def __init__(self, exchange: Exchange, draws: Draws, *, overlaps: bool = False) -> None:
-        """overlaps: sums of gradients travel while the gradients of weights are computed."""
+    def __init__(
+        self,
+        exchange: Exchange,
+        draws: Draws,
+        *,
+        overlaps: bool = False,
+        is_gathered: bool = False,
+    ) -> None:
+        """overlaps: sums of gradients travel while the gradients of weights are computed.
+        is_gathered: the parent gets its input from `gather`, so its layers enter no more.
+        """
         self.exchange = exchange
         self.draws = draws
-        self._overlaps = overlaps
+        self._overlaps, self._is_gathered = overlaps, is_gathered
         self._layers: list[nn.Module] = []  # those that enter
         self._entry: overlap.RegionInput | None = None
         self._input: Tensor | None = None
@@ -48,8 +57,12 @@ class Region:
         return self._entered
 
     def _enter(self, x: Tensor) -> Tensor:
+        return x if self._is_gathered else self.gather(x)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """As `Exchange.enter`, of the input of the parent."""
         is_eager = x.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        if self.exchange.tokens is not None or not (self._overlaps and is_eager):
+        if not (self._overlaps and is_eager):
             self._entry = None
             return self.exchange.enter(x)
         self._entry = overlap.enter(x, self.exchange, self._layers)

@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from ..ops.comm.handles import Handle
 from ..ops.device import autocast_dtype
 from ..ops.linear import bias_grad, input_grad, is_by_columns, linear_transposed, weight_grad
-from . import compiled
 from .exchange import Exchange
 from .styles import is_transposed
 
@@ -115,13 +114,13 @@ class _Start(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, state: _Sum) -> Tensor:
         ctx.state = state
-        return x.view_as(x)
+        entered = state.exchange.entered(x)
+        return entered.view_as(x) if entered is x else entered
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         state: _Sum = ctx.state
-        what = f"the gradient of the input of {state.exchange.what}"
-        state.total, state.handle = compiled.start_sum(state.exchange.collectives, grad, what)
+        state.total, state.handle = state.exchange.start_sum(grad)
         return state.total, None
 
 

@@ -109,10 +109,11 @@ def slice_model(
             by_parent.setdefault((name.rpartition(".")[0], style.units), {})[name] = style
     for (parent, _), own in by_parent.items():
         own_draws = draws if any(_place(name) in ends for name in own) else CommonDraws()
-        gathers = not sliced.tokens.gather_input(parent, modules[parent])
-        what, tokens = parent or "the model", sliced.tokens.of(parent)
-        exchange = Exchange(group, what, tokens, gathers=gathers)
-        region = Region(exchange, own_draws, overlaps=overlaps)
+        exchange = Exchange(group, parent or "the model", sliced.tokens.of(parent))
+        is_gathered = sliced.tokens.has_inside(parent)
+        region = Region(exchange, own_draws, overlaps=overlaps, is_gathered=is_gathered)
+        if is_gathered:
+            sliced.tokens.gather_input(parent, modules[parent], region)
         _slice_parent(sliced, modules, parent, own, region)
     # last: the width of a head with the same weight is that of its tensor
     for name, style in styles.items():

@@ -10,6 +10,7 @@ from torch import nn
 
 from ..ops.comm.collectives import Collectives
 from ..utils.errors import UsageError
+from .layers import Region
 from .same_batches import has_dropout
 from .styles import ParallelStyle, StyleName
 from .tokens import Tokens, cut_blocks, with_activations
@@ -36,22 +37,22 @@ class TokenBlocks:
         tops = {".".join(parts[: end + 1]) for end in range(len(parts))}
         return self.tokens if tops & self.names else None
 
-    def gather_input(self, name: str, module: nn.Module) -> bool:
-        """Gather all tokens of the input of a module inside of such a block. Returns whether it was one.
+    def has_inside(self, name: str) -> bool:
+        """A module is inside of such a block, and not the block itself."""
+        return self.of(name) is not None and name not in self.names
+
+    def gather_input(self, name: str, module: nn.Module, region: Region) -> None:
+        """Gather all tokens of the input of a module inside of such a block. region: of its layers.
 
         Attention counts the tokens of its input. So its input is gathered, and not those of its layers.
         """
-        tokens = self.of(name)
-        if tokens is None or name in self.names:
-            return False
 
         def gather(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return with_activations(name, args, kwargs, lambda x: tokens.gather(x, name))
+            return with_activations(name, args, kwargs, region.gather)
 
         if name not in self.gathered:
             self.gathered.add(name)
             self.hooks.append(module.register_forward_pre_hook(gather, with_kwargs=True))
-        return True
 
     def undo(self) -> None:
         for hook in self.hooks:

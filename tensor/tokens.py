@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.comm.collectives import Collectives
+from ..ops.comm.handles import Handle, Then
 from ..ops.flat import sum_in_order
 from ..utils.errors import UsageError
 
@@ -77,12 +78,21 @@ class Tokens:
 
     def summed(self, y: Tensor, what: str) -> Tensor:
         """The sums over ranks of own tokens, in rank order, without autograd."""
+        total, handle = self.start_sum(y, what)
+        handle.wait()
+        return total
+
+    def start_sum(self, y: Tensor, what: str) -> tuple[Tensor, Handle]:
+        """As `summed`: the result has its values after a wait for the handle."""
         parts = [part.contiguous() for part in y.chunk(self._group.world_size, 1)]
         outs = [torch.empty_like(part) for part in parts]
-        self._group.all_to_all(outs, parts, what=what, kind=SUM_KIND).wait()
+        handle = self._group.all_to_all(outs, parts, what=what, kind=SUM_KIND)
         total = torch.empty_like(outs[0])
-        sum_in_order(total.view(-1), [out.view(-1) for out in outs], add=False)
-        return total
+
+        def add() -> None:
+            sum_in_order(total.view(-1), [out.view(-1) for out in outs], add=False)
+
+        return total, Then(handle, add, parts)
 
     def of_own(self, whole: Tensor) -> Tensor:
         """Own tokens of a tensor with all of them."""

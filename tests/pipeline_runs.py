@@ -55,6 +55,14 @@ class Model(nn.Module):
         return nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
+class Known(Model):
+    """Says with which inputs it can run, as models of transformers do."""
+
+    @property
+    def dummy_inputs(self) -> dict[str, Tensor]:
+        return dict(zip(("tokens", "targets"), torch.zeros(2, 1, 3, dtype=torch.long), strict=True))
+
+
 def batches(step: int, data_rank: int, count: int, samples: int = 2) -> list[tuple[Tensor, Tensor]]:
     """The micro-batches of one data rank in one step."""
     generator = torch.Generator().manual_seed(1000 * step + data_rank)

@@ -24,6 +24,15 @@ ADAMW: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.01, "eps": 1e-2}
 # SGD shows a factor on all gradients in the parameters; Adam hides it
 UPDATES: dict[str, dict[str, Any]] = {"AdamW": ADAMW, "SGD": {"lr": 0.1}}
 HEADS = 4
+TOKENS = {  # of a llama: blocks whose tensor ranks share the tokens between layers
+    **{f"model.layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"},
+    "model.layers.*.self_attn.o_proj": "rowwise",
+    "model.layers.*.mlp.gate_proj": "colwise",
+    "model.layers.*.mlp.up_proj": "colwise",
+    "model.layers.*.mlp.down_proj": "rowwise",
+    "model.layers.*.input_layernorm": "sequence_parallel",
+    "model.layers.*.post_attention_layernorm": "sequence_parallel",
+}
 
 
 @dataclass(frozen=True)

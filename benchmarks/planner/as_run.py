@@ -87,6 +87,7 @@ def _with_blocks(plan: Plan, forward: Change, backward: Change) -> Plan:
             seen,
             forward={place: forward(events) for place, events in seen.forward.items()},
             backward={place: backward(events) for place, events in seen.backward.items()},
+            again={place: forward(events) for place, events in seen.again.items()},
         )
 
     return replace(plan, observed={key: changed(seen) for key, seen in plan.observed.items()})

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from ...ops.comm.fake import FakeGroups, Journal, backend_of
 from ...ops.mesh import Axis
 from ...ops.torch_internals import tree_leaves
+from ...pipe.cut.meta_copies import ShapesOnly
 from ..model.forwards import Forward, replace_forwards
 from .fusion import FusedWatch
-from .models import FusedKernels, ShapesOnly
+from .models import FusedKernels
 from .work import Call, Kernel
 
 BEFORE = -1
@@ -46,6 +47,8 @@ class Activations:
     sent: block number -> bytes that this rank sends inside of the layers, by kind.
     groups: kind -> the axes of the mesh along which it is sent, and over how many neighbouring ranks there.
     forward, backward: block number -> its kernels and messages in order, without a forward that is run again.
+    again: block number -> those of its forward that a recomputation runs. torch ends it where all that the
+        backward needs is there: the last product of a block does not run again.
     """
 
     tokens: int = 0
@@ -56,6 +59,7 @@ class Activations:
     groups: dict[str, tuple[tuple[Axis, ...], int]] = field(default_factory=dict)
     forward: dict[int, list[object]] = field(default_factory=lambda: defaultdict(list))
     backward: dict[int, list[object]] = field(default_factory=lambda: defaultdict(list))
+    again: dict[int, list[object]] = field(default_factory=lambda: defaultdict(list))
 
 
 @final
@@ -83,6 +87,11 @@ class Observer:
         self._seen: set[int] = {
             _memory(tensor) for tensor in [*model.parameters(), *model.buffers()]
         }
+        # where the running block has saved its last tensor: number of events, kernels of the last of them
+        self._last_save: tuple[int, Counter[Any]] = (0, Counter())
+        self._tails: dict[
+            int, tuple[int, Counter[Any]]
+        ] = {}  # the same, with the kernels that follow
         self._hooks: list[Any] = []
         for number, block in enumerate(blocks):
             begin, end = partial(self._begin, number), partial(self._end, number)
@@ -103,6 +112,15 @@ class Observer:
                 hook.remove()
             self._switch(BEFORE)
             self._outputs.clear()  # their hooks keep this object, and it would keep their graph
+
+    def end(self, kept: Iterable[Tensor]) -> None:
+        """Forward and backward are over. kept: what is in memory afterwards, as gradients are."""
+        self.watch.end(kept)
+        for number, (count, tail) in self._tails.items():
+            events = self.found.forward[number][:count]
+            if events and isinstance(events[-1], Counter):
+                events[-1] = events[-1] - tail
+            self.found.again[number] = events
 
     def begin_backward(self) -> None:
         """The forward is over."""
@@ -129,6 +147,7 @@ class Observer:
 
     def _begin(self, number: int, _: nn.Module, args: Any, kwargs: Any) -> None:
         before = self._running
+        self._last_save = (0, Counter())
         self._switch(number)
         outputs = {_memory(tensor) for tensor in self._outputs}
         for tensor in _tensors((args, kwargs)):
@@ -139,6 +158,9 @@ class Observer:
                 tensor.register_hook(partial(self._back, before))  # type: ignore[no-untyped-call]
 
     def _end(self, number: int, _: nn.Module, __: Any, outputs: Any) -> None:
+        count, before = self._last_save
+        last = self.journal.events[count - 1] if count else None
+        self._tails[number] = count, Counter(last) - before if isinstance(last, Counter) else before
         self._switch(after(number))
         self._outputs += _tensors(outputs)
         for tensor in _tensors(outputs):
@@ -153,6 +175,9 @@ class Observer:
         if key not in self._seen:
             self._seen.add(key)
             self.found.kept[self._running] += tensor.untyped_storage().nbytes()
+        events = self.journal.events
+        last = events[-1] if events else None
+        self._last_save = len(events), Counter(last) if isinstance(last, Counter) else Counter()
         return tensor
 
 
@@ -213,6 +238,7 @@ class Repeated:
             found.sent[number] = found.sent[model]
             found.forward[number] = found.forward[model]
             found.backward[number] = found.backward[model]
+            found.again[number] = found.again[model]
 
     def _look(self, number: int, _: nn.Module, args: Any, output: Any) -> None:
         first = next(iter(_tensors(args)), None)
@@ -257,37 +283,50 @@ def observe(
             loss = call()
             observer.begin_backward()
             loss.backward()  # type: ignore[no-untyped-call]
-    observer.watch.end(param.grad for param in model.parameters() if param.grad is not None)
+    observer.end(param.grad for param in model.parameters() if param.grad is not None)
     for param in model.parameters():
         param.grad = None
     repeated.complete(observer.found)
     return observer.found
 
 
+def places_of(blocks: Mapping[int, Sequence[int]]) -> dict[int, list[int]]:
+    """The keys of what each virtual stage runs: its blocks, and what runs before or after them.
+
+    A last stage without blocks has what runs after the last one.
+
+    blocks: virtual stage -> its blocks, of all stages.
+    """
+    found = {stage: [key for n in own for key in (n, after(n))] for stage, own in blocks.items()}
+    found[min(blocks)].insert(0, BEFORE)
+    numbers = [number for own in blocks.values() for number in own]
+    if numbers and not blocks[max(blocks)]:
+        head = after(max(numbers))
+        for places in found.values():
+            if head in places:
+                places.remove(head)
+        found[max(blocks)].append(head)
+    return found
+
+
 def held_by(
-    found: Activations, blocks: Mapping[int, Sequence[int]], *, recomputes: bool
+    found: Activations, places: Mapping[int, Sequence[int]], *, recomputes: bool
 ) -> dict[int, int]:
     """Bytes that one micro-batch keeps on each virtual stage.
 
-    blocks: virtual stage -> its blocks. recomputes: each block keeps its inputs only.
+    places: see `places_of`. recomputes: each block keeps its inputs only.
     """
-    per_block = found.inputs if recomputes else found.kept
-    held = {
-        stage: sum(per_block[number] + found.kept[after(number)] for number in own)
-        for stage, own in blocks.items()
+    of_block = found.inputs if recomputes else found.kept
+    return {
+        stage: sum((of_block if place >= 0 else found.kept)[place] for place in own)
+        for stage, own in places.items()
     }
-    held[min(held)] += found.kept[BEFORE]
-    return held
 
 
-def sent_by(found: Activations, numbers: Sequence[int], *, is_first: bool) -> Counter[str]:
-    """Bytes by kind that one rank sends inside of its layers for one micro-batch.
-
-    numbers: its blocks. is_first: it has what runs before the blocks.
-    """
-    places = [key for number in numbers for key in (number, after(number))]
+def sent_by(found: Activations, places: Iterable[int]) -> Counter[str]:
+    """Bytes by kind that one rank sends inside of its layers for one micro-batch. places: what it runs."""
     total: Counter[str] = Counter()
-    for place in places + [BEFORE] * is_first:
+    for place in places:
         total.update(found.sent.get(place, Counter()))
     return total
 
@@ -325,5 +364,6 @@ __all__ = [
     "kind_of",
     "models_of",
     "observe",
+    "places_of",
     "sent_by",
 ]

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ...ops.torch_internals import TorchDispatchMode, tree_leaves, tree_map
+from ...ops.torch_internals import tree_leaves, tree_map
+from ...pipe.cut.meta_copies import ShapesOnly
 from ...utils.errors import UsageError
 from ...utils.quoting import printable
 
-_aten = torch.ops.aten
 RANDOM = (
     *("normal_", "uniform_", "random_", "bernoulli_", "exponential_", "geometric_", "log_normal_"),
     "cauchy_",
@@ -87,55 +87,10 @@ def _sdpa(
     width, wider = value.shape[-1], query.shape[-1] - value.shape[-1]
     if wider > 0:
         value = nn.functional.pad(value, (0, wider))
-    found: Tensor = _aten._scaled_dot_product_flash_attention_for_cpu(
+    found: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
     )[0]
     return found[..., :width]
-
-
-@final
-class ShapesOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside, nothing is computed. A model that reads a value gets True: masks are asked if they are full."""
-
-    def __init__(self, *, copies_zeros: bool = False) -> None:
-        """copies_zeros: a copy to the host has zeros; else torch refuses it."""
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._copies_zeros = copies_zeros
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # torch would load its compiler to keep the mode out of what is compiled
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is _aten._local_scalar_dense.default and args[0].is_meta:
-            return True
-        if func in (_aten.mm.default, _aten.addmm.default) and hasattr(args[-1], "_data"):
-            # torchao's tensors of 8 bits: the meta kernel takes no sizes that CPUs take
-            shape = (args[-2].shape[0], args[-1].shape[1])
-            return torch.empty(shape, dtype=args[-1].dtype, device="meta")
-        if func is _aten.is_set_to.default:  # torch has no such kernel for the meta device
-            return _is_view_of(*args)
-        if self._copies_zeros and func is _aten._to_copy.default and args[0].is_meta:
-            to = {
-                "dtype": args[0].dtype,
-                **{k: v for k, v in kwargs.items() if k != "non_blocking"},
-            }
-            if str(to.get("device", "meta")) == "cpu":
-                return torch.zeros(args[0].shape, dtype=to["dtype"])
-        return func(*args, **kwargs)
-
-
-def _is_view_of(one: Tensor, other: Tensor) -> bool:
-    """They are the same elements of the same memory."""
-    same = one.untyped_storage()._cdata == other.untyped_storage()._cdata
-    return same and (one.storage_offset(), one.shape, one.stride()) == (
-        other.storage_offset(),
-        other.shape,
-        other.stride(),
-    )
 
 
 @contextmanager
@@ -329,7 +284,6 @@ __all__ = [
     "FusedKernels",
     "ModelSource",
     "ResizedBatches",
-    "ShapesOnly",
     "meta_device",
     "model_source",
 ]

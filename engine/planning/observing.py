@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ...ops.comm.fake import FakeGroups
 from ...ops.mesh import Mesh
 from ...ops.torch_internals import tree_leaves
+from ...pipe.cut.meta_copies import ShapesOnly
 from ...tensor.plan import ParallelPlan
 from ...tensor.slicing import Sliced
 from ...tensor.styles import StyleName
@@ -29,7 +30,7 @@ from ..model.precision import compute_dtype
 from ..model.recompute import Recomputing
 from ..parallel.sequences import by_name, check_sequences, token_cuts
 from .activations import Activations, NotRepeated, Repeated, kind_of, models_of, observe
-from .models import FusedKernels, ModelSource, ShapesOnly
+from .models import FusedKernels, ModelSource
 from .shares import Shares, sliced_here
 from .work import Call, Kernel
 

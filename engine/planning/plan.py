@@ -23,12 +23,13 @@ from ..config.config import Config
 from ..model.arguments import is_part, with_model
 from ..parallel.features import check_features
 from ..parallel.slices import check_tokens
-from .activations import Activations, held_by, sent_by
+from .activations import BEFORE, Activations, after, held_by, places_of, sent_by
 from .cache import PlanCache
 from .models import ModelSource
 from .objects import Link, spread
 from .shares import Share, Shares
 from .timeline import Timeline, operations, peak_bytes, timeline
+from .trace import HEAD, OUTSIDE
 
 
 @final
@@ -58,7 +59,8 @@ class Plan:
     """A whole run. ranks: one for each share. notes: what is not counted, and why.
 
     observed: first tensor coordinate of a share -> its kernels and activations; {}: the model did not run.
-    block_numbers: name of a block -> its number in `observed`.
+    places: what a `Run` of a trace computes: its name -> keys in `observed`.
+    flows: virtual stage -> the block whose inputs it gets.
     """
 
     name: str
@@ -70,7 +72,8 @@ class Plan:
     timeline: Timeline | None
     notes: tuple[str, ...]
     observed: Mapping[int, Activations] = field(default_factory=dict)
-    block_numbers: Mapping[str, int] = field(default_factory=dict)
+    places: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    flows: Mapping[int, int] = field(default_factory=dict)
 
 
 def make_plan(
@@ -141,9 +144,13 @@ class _Planner:
         self._notes += notes
         by_tensor = {} if isinstance(seen, str) else seen
         line = self._timeline(shares)
-        ranks = [
-            self._rank(share, shares, by_tensor.get(share.tensors[0]), line) for share in shares
-        ]
+        self._blocks = {
+            stage: [self._number[name] for name in names if name in self._number]
+            for share in shares
+            for stage, names in share.blocks.items()
+        }
+        self._places = places_of(self._blocks)
+        ranks = [self._rank(share, by_tensor.get(share.tensors[0]), line) for share in shares]
         model = self._shares.model
         whole = model.outline() if isinstance(model, PipelineModule) else model
         numel = sum(param.numel() for param in whole.parameters())
@@ -157,7 +164,8 @@ class _Planner:
             timeline=line,
             notes=tuple(self._notes),
             observed=by_tensor,
-            block_numbers=self._number,
+            places=self._places_of_runs(),
+            flows={stage: self._flow(stage) for stage in self._blocks} if self._number else {},
         )
 
     def _note_what_is_estimated(self) -> None:
@@ -217,29 +225,22 @@ class _Planner:
 
     # -- one rank ---------------------------------------------------------------------------------------
 
-    def _rank(
-        self, share: Share, shares: list[Share], seen: Activations | None, line: Timeline | None
-    ) -> RankPlan:
+    def _rank(self, share: Share, seen: Activations | None, line: Timeline | None) -> RankPlan:
         rank = self._mesh.rank_at(pipe=share.pipe, tensor=share.tensors[0])
         sent = self._flat_messages(share, line)
         activations = None
         if seen is not None:
             recomputes = self._config.activation_checkpointing.enabled
-            numbers = {s: [self._number[n] for n in names] for s, names in share.blocks.items()}
-            all_numbers = {
-                s: [self._number[n] for n in names]
-                for each in shares
-                for s, names in each.blocks.items()
-            }
-            held = held_by(seen, all_numbers, recomputes=recomputes)
-            own = [number for of_stage in numbers.values() for number in of_stage]
-            activations = max((seen.kept[n] for n in own), default=0) if recomputes else 0
+            held = held_by(seen, self._places, recomputes=recomputes)
+            own = [place for stage in share.blocks for place in self._places[stage]]
+            kept = (seen.kept[place] for place in own if place >= 0)
+            activations = max(kept, default=0) if recomputes else 0
             if line is None:
                 activations += sum(held.values())
             else:
                 activations += peak_bytes(line.table, share.pipe, held)
-                sent.update(self._flow_messages(share, rank, seen, all_numbers))
-            sums = sent_by(seen, own, is_first=0 in share.stages)
+                sent.update(self._flow_messages(share, rank, seen))
+            sums = sent_by(seen, own)
             for kind, size in sums.items():
                 axes, num_ranks = seen.groups[kind]
                 whole = share.groups.along(axes)
@@ -288,9 +289,22 @@ class _Planner:
                     found[kind] = found.get(kind, Link()) + link * times
         return found
 
-    def _flow_messages(
-        self, share: Share, rank: int, seen: Activations, blocks: Mapping[int, list[int]]
-    ) -> dict[str, Link]:
+    def _places_of_runs(self) -> dict[str, tuple[int, ...]]:
+        """See `Plan.places`."""
+        found: dict[str, tuple[int, ...]] = {OUTSIDE: (BEFORE,)}
+        found |= {name: (number, after(number)) for name, number in self._number.items()}
+        if self._number and not self._blocks[max(self._blocks)]:
+            last = max(self._number, key=self._number.__getitem__)
+            number, head = found[last]
+            found |= {last: (number,), HEAD: (head,)}
+        return found
+
+    def _flow(self, stage: int) -> int:
+        """The block whose inputs arrive at a stage; a head's are as large as those of the last block."""
+        later = [n for other, own in self._blocks.items() if other >= stage for n in own]
+        return min(later, default=len(self._number) - 1)
+
+    def _flow_messages(self, share: Share, rank: int, seen: Activations) -> dict[str, Link]:
         """What goes to the next stages, and the gradients that go back."""
         assert self._shares.schedule is not None
         placement = self._shares.schedule.placement
@@ -302,7 +316,7 @@ class _Planner:
             ):
                 if not 0 <= other < placement.num_stages or placement.rank_of(other) == share.pipe:
                     continue
-                size = seen.flows[blocks[boundary][0]] * self._steps
+                size = seen.flows[self._flow(boundary)] * self._steps
                 if self._is_in_parts(kind):
                     size //= self._mesh.tensor  # activations that the tensor ranks divide evenly
                 peer = self._mesh.rank_at(pipe=placement.rank_of(other), tensor=share.tensors[0])
@@ -316,7 +330,7 @@ class _Planner:
                 is_own = not 0 <= other < placement.num_stages
                 if is_own or placement.rank_of(other) == share.pipe or not self._is_in_parts(kind):
                     continue
-                part = seen.flows[blocks[boundary][0]] * self._steps // self._mesh.tensor
+                part = seen.flows[self._flow(boundary)] * self._steps // self._mesh.tensor
                 joins = spread(part * (self._mesh.tensor - 1), share.groups.along("tensor"))
                 found[JOINS] = found.get(JOINS, Link()) + joins
         return found

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, final
 from ...ops.comm.fake import Message, Start
 from ...ops.mesh import AXES, Axis
 from ...pipe.config import NUMBERS, Pipeline
+from ...pipe.cut.plain_models import most_stages
 from ...pipe.schedules.actions import ScheduleError
 from ...tensor.plan import plan_with_tokens
 from ...utils.errors import ConfigError, UsageError
@@ -30,7 +31,8 @@ from ...zero.layout.discover import found_blocks
 from ..config.auto import trainer_values
 from ..config.batch import MICRO, STEPS, TRAIN
 from ..config.config import Config, canonical_path, parse_config
-from .activations import BEFORE
+from ..model.arguments import is_part
+from .activations import BEFORE, after
 from .cache import PlanCache
 from .machine import Machine
 from .models import ModelSource
@@ -40,6 +42,7 @@ from .seconds import StepSeconds, StepTimer, Work
 TENSOR, PIPE, SEQUENCE = "tensor_parallel.tp_size", "pipeline.stages", "sequence_parallel_size"
 EXPERTS, HAS_EXPERTS = "expert_parallel.autoep_size", "expert_parallel.enabled"
 SLICES, VOCABULARY = "tensor_parallel.plan", "tensor_parallel.vocab_parallel_lm_head"
+OVERLAP = "tensor_parallel.tp_overlap_comm"
 NO_TOKENS = (  # of activations that tensor ranks share, if a file gives them
     *("tensor_parallel.partition_config", "compile.enabled"),
     "activation_checkpointing.partition_activations",
@@ -197,16 +200,16 @@ class Space:
         data: Mapping[str, Any],
         goal: Goal,
         sample_tokens: int,
-        num_blocks: int,
+        most_stages: int,
         *,
         has_experts: bool,
     ) -> None:
-        """sample_tokens: of one sample; 0: not known. num_blocks: of the model, which a pipeline divides.
+        """sample_tokens: of one sample; 0: not known. most_stages: of a pipeline, with chunks.
 
         Raises UsageError: goal.tokens is no whole number of samples.
         """
         self._data, self._goal, self._has_experts = data, goal, has_experts
-        self._num_blocks = num_blocks
+        self._most_stages = most_stages
         self.given = dict(_leaves(data))
         # (tensor ranks, sequence ranks) -> path -> value
         self.sliced: dict[tuple[int, int], dict[str, Any]] = {}
@@ -224,9 +227,8 @@ class Space:
         world, host = self._goal.world_size, self._goal.ranks_per_host
         near = [n for n in range(1, min(host, world) + 1) if world % n == 0 and host % n == 0]
         tensors = self._sizes(TENSOR, near)
-        pipes = self._sizes(
-            PIPE, [n for n in range(1, max(self._num_blocks, 1) + 1) if world % n == 0]
-        )
+        most = max(self._most_stages, 1)
+        pipes = self._sizes(PIPE, [n for n in range(1, most + 1) if world % n == 0])
         sequences = self._sizes(SEQUENCE, near)
         experts = self._sizes(EXPERTS, near) if self._has_experts else [1]
         for each in product(tensors, pipes, sequences):
@@ -247,7 +249,7 @@ class Space:
                     # where 1F1B runs, GPipe is as fast and needs more memory
                     idle = order[0] == "gpipe" and batch[1] >= pipe and SCHEDULE not in self.given
                     long = order[0] in SLOW_ORDERS and pipe * batch[1] > MOST_ORDERED
-                    many = pipe > 1 and pipe * max(order[1], 1) > self._num_blocks
+                    many = pipe > 1 and pipe * max(order[1], 1) > self._most_stages
                     if not (short or idle or long or many):
                         for size in experts:
                             key = (tensor, pipe, sequence, size, stage, max(shard, 0))
@@ -272,7 +274,8 @@ class Space:
         return (
             f"no layout of {self._goal.world_size} ranks has {', '.join(given) or 'this batch'}: tensor x "
             "pipeline x sequence ranks must divide the ranks, micro-batches the samples of a data rank, and a "
-            f"stage needs one of {self._num_blocks} blocks; change one of these, or --world-size"
+            f"pipeline of this model has at most {self._most_stages} stages; change one of these, or "
+            "--world-size"
         )
 
     def source(self, point: Point, more: Mapping[str, Any]) -> dict[str, Any]:
@@ -304,7 +307,8 @@ class Space:
         plan: with which they share tokens; {}: there is none.
         """
         tokens = bool(plan) and self.is_free(SLICES) and not any(map(self.given.get, NO_TOKENS))
-        for more in [{SLICES: dict(plan)}] * tokens + [{}]:
+        always = {OVERLAP: True} if self.is_free(OVERLAP) else {}  # it changes no number
+        for more in [{SLICES: dict(plan), **always}] * tokens + [always]:
             if self.is_free(VOCABULARY):
                 yield {**more, VOCABULARY: True}
             yield more
@@ -392,7 +396,8 @@ class _Search:
         tokens = 0 if ids is None else int(ids.shape[-1])
         has_experts = hasattr(getattr(model, "config", None), "num_experts_per_tok")
         blocks = found_blocks(model, ())
-        self._space = Space(data, goal, tokens, len(blocks), has_experts=has_experts)
+        most = len(blocks) if is_part(model) else most_stages(model, blocks)
+        self._space = Space(data, goal, tokens, most, has_experts=has_experts)
         self._plan_of_slices = plan_with_tokens(model, blocks)
         self._busy: dict[tuple[int, int], float | None] = {}
         self._num_blocks = 1
@@ -647,9 +652,9 @@ class _Search:
             return None
         self._num_blocks = max([number + 1 for number in seen[0].forward if number >= 0], default=1)
         seconds, launch = 0.0, self._machine.launch.value
-        for number in [BEFORE, *range(self._num_blocks)]:
+        for places in [(BEFORE,), *((n, after(n)) for n in range(self._num_blocks))]:
             for is_backward in (False, True):
-                for event in self._timer.block(seen[0], number, is_backward=is_backward):
+                for event in self._timer.work_at(seen[0], places, is_backward=is_backward):
                     if isinstance(event, Start):
                         seconds += self._timer.message(event.message)[0]
                     elif isinstance(event, Work):

@@ -10,7 +10,7 @@ begin when the real simulation of its table lets them (docs/design/time.md).
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, final
 
@@ -18,10 +18,10 @@ from ...ops.comm.fake import Message, Start, Wait
 from ...pipe.schedules.actions import Action
 from ...pipe.schedules.simulation import Costs, Simulation, simulate
 from ...utils.errors import UsageError
-from .activations import BEFORE, Activations, after
+from .activations import Activations
 from .machine import Dtype, Machine
 from .plan import Plan, RankPlan
-from .trace import OUTSIDE, Event, Run, Sums, Update
+from .trace import HEAD, OUTSIDE, Event, Run, Sums, Update
 from .work import MATRIX, OTHER, Kernels, Prices
 
 MATRIX_WORK, ATTENTION, OTHER_KERNELS = "matrix work", "attention", "other kernels"
@@ -153,10 +153,16 @@ class StepTimer:
             parts[part] += count * self._prices.seconds(kernel)
         return Work(parts, sum(parts.values()), sum(kernels.values()))
 
-    def block(self, seen: Activations, number: int, *, is_backward: bool) -> list[Event]:
-        """The events of a block and of what follows it: `Work`, `Start` and `Wait`, in order."""
-        by_place = seen.backward if is_backward else seen.forward
-        places = [number] if number == BEFORE else [number, after(number)]
+    def work_at(
+        self,
+        seen: Activations,
+        places: Sequence[int],
+        *,
+        is_backward: bool,
+        is_again: bool = False,
+    ) -> list[Event]:
+        """The events at these keys of `seen`: `Work`, `Start` and `Wait`, in order. is_again: see `Run`."""
+        by_place = seen.again if is_again else seen.backward if is_backward else seen.forward
         found: list[Event] = []
         for place in reversed(places) if is_backward else places:
             found += self._priced(by_place.get(place, []))
@@ -194,17 +200,21 @@ class StepTimer:
         """Of each virtual stage."""
         assert plan.timeline is not None
         found: dict[int, Costs] = {}
+        last = plan.timeline.table.placement.num_stages - 1
         for rank in plan.ranks:
             for stage, names in rank.share.blocks.items():
                 if stage in found:
                     continue
+                head = [HEAD] if stage == last and not names else []
                 both = []
                 for is_backward in (False, True):
                     walk = Walk(self, plan, rank, None, gathers_inside=False)
                     outside = [OUTSIDE] if stage == 0 else []
-                    runs: list[Event] = [Run(name, is_backward) for name in [*outside, *names]]
+                    runs: list[Event] = [
+                        Run(name, is_backward) for name in [*outside, *names, *head]
+                    ]
                     if is_backward and plan.config.activation_checkpointing.enabled:
-                        runs += [Run(name, False) for name in names]
+                        runs += [Run(name, False, is_again=True) for name in names]
                     walk.follow(runs)
                     both.append(walk.now)
                 message = self._flow_seconds(plan, rank, stage)
@@ -215,21 +225,11 @@ class StepTimer:
         """A message of activations between `stage` and the next one, or the one before for the last."""
         assert plan.timeline is not None
         placement, share = plan.timeline.table.placement, rank.share
-        stages = sorted(stage for each in plan.ranks for stage in each.share.blocks)
-        other = stage + 1 if stage < stages[-1] else stage - 1
-        first = next(
-            (
-                r.share.blocks[max(stage, other)]
-                for r in plan.ranks
-                if max(stage, other) in r.share.blocks
-            ),
-            (),
-        )
+        other = stage + 1 if stage < placement.num_stages - 1 else stage - 1
         peer = plan.mesh.rank_at(pipe=placement.rank_of(other), tensor=share.tensors[0])
-        if not first or peer == rank.rank:
+        if peer == rank.rank:
             return 0.0
-        seen = plan.observed[share.tensors[0]]
-        size = seen.flows[plan.block_numbers[first[0]]]
+        size = plan.observed[share.tensors[0]].flows[plan.flows[max(stage, other)]]
         if plan.config.pipeline.pipe_partitioned:
             size //= plan.mesh.tensor
         between = peer // plan.ranks_per_host != rank.rank // plan.ranks_per_host
@@ -344,7 +344,7 @@ class Walk:
         self.sent: dict[str, float] = defaultdict(float)
         self._timer, self._machine = timer, timer.machine
         self._seen = plan.observed[rank.share.tensors[0]]
-        self._numbers = {**plan.block_numbers, OUTSIDE: BEFORE}
+        self._places = plan.places
         self._gathers_inside = gathers_inside
         self._runs_ahead = timer.machine.device != "cpu"
         self._launch = timer.machine.launch.value
@@ -366,8 +366,11 @@ class Walk:
                 self._compute(self._timer.work(event), share)
             elif isinstance(event, Run):
                 before, name = self.now, event.name
-                inner = self._timer.block(
-                    self._seen, self._numbers[name], is_backward=event.is_backward
+                inner = self._timer.work_at(
+                    self._seen,
+                    self._places[name][: 1 if event.is_again else None],
+                    is_backward=event.is_backward,
+                    is_again=event.is_again,
                 )
                 self.follow(inner, f"{name} {event.is_backward}", event.share)
                 self._backward_seconds += (self.now - before) * event.is_backward

@@ -20,6 +20,7 @@ from ...ops.comm.collectives import Collectives
 from ...ops.comm.fake import FakeGroups, backend_of, fake_collectives
 from ...ops.mesh import Mesh
 from ...pipe.cut.cutting import cut_model
+from ...pipe.cut.meta_copies import ShapesOnly
 from ...pipe.cut.outlines import outlined_part
 from ...pipe.cut.part import Part
 from ...pipe.cut.plain_models import ModelOutline, outline_model
@@ -48,7 +49,7 @@ from ..parallel.messages import Messages
 from ..parallel.pipeline import StageModules, partition_of, plan_schedule
 from ..parallel.slices import plan_slices, ways_here
 from .activations import kind_of
-from .models import ModelSource, ShapesOnly, meta_device
+from .models import ModelSource, meta_device
 from .objects import FlatMessages, RankObjects, Sent
 from .trace import Block, Trace, Tracer
 
@@ -446,11 +447,16 @@ class Shares:
         groups: FakeGroups,
     ) -> Trace:
         """The order of a step of one rank."""
+        objects = built.sharded, built.updater, groups.opened
         if found is None:
             blocks = [Block(name, 0, block) for name, block in self.blocks]
+            tracer = Tracer(module, blocks, *objects)
         else:
             blocks = [Block(b.name, b.stage, b.module) for b in found.part.blocks]
-        tracer = Tracer(module, blocks, built.sharded, built.updater, groups.opened)
+            placement = found.plan.placement
+            last, stages = placement.num_stages - 1, placement.stages_of(found.rank)
+            is_head = last in stages and all(block.stage != last for block in blocks)
+            tracer = Tracer(module, blocks, *objects, stages, last if is_head else None)
         recomputes = self._config.activation_checkpointing.enabled
         steps = self._config.gradient_accumulation_steps
         if found is None or self.schedule is None:
@@ -493,7 +499,9 @@ def sliced_here(
             return
         own = ways_here(model, runs, ways, config, found)
         with ShapesOnly():
-            sliced = slice_model(model, own, groups.along("tensor"), blocks=runs)
+            overlaps = config.tensor_parallel.tp_overlap_comm
+            group = groups.along("tensor")
+            sliced = slice_model(model, own, group, overlaps=overlaps, blocks=runs)
         if ways is not None and found is not None:
             sliced.names = cut_names(ways, found.part.aliases)
         if sliced.check is not None:

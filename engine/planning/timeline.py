@@ -35,8 +35,8 @@ def timeline(table: Table, costs: Sequence[float]) -> Timeline:
 
     Messages take no time.
     """
-    mean = sum(costs) / len(costs) or 1.0
-    relative = tuple(cost / mean or 1.0 for cost in costs)
+    mean = sum(costs) / len(costs)
+    relative = tuple(cost / mean if mean else 1.0 for cost in costs)
     run = simulate(table, [Costs(cost, cost, cost) for cost in relative])
     equal = simulate(table, Costs(1.0, 1.0, 1.0))
     return Timeline(table, relative, run, run.bubble, equal.bubble)

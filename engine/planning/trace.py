@@ -31,17 +31,20 @@ from ..model.forwards import Forward, replace_forwards
 from .work import KernelWatch
 
 OUTSIDE = ""  # the name of what runs before the first block
+HEAD = "head"  # of what runs after the last one, where a stage has that alone
 
 
 class Run(NamedTuple):
     """A block computes; what follows it, up to the next block, belongs to it.
 
     share: of the work; a half where the gradients of inputs and of weights are apart.
+    is_again: in a backward, the block alone.
     """
 
     name: str
     is_backward: bool
     share: float = 1.0
+    is_again: bool = False
 
 
 class Update(NamedTuple):
@@ -88,8 +91,12 @@ class Tracer:
         sharded: ShardedModel,
         updater: Updater,
         opened: Sequence[Collectives],
+        stages: Sequence[int] = (0,),
+        head_stage: int | None = None,
     ) -> None:
+        """stages: of this rank. head_stage: the one of them that runs what is after all blocks, alone."""
         self._root, self._blocks = root, blocks
+        self._first_stage, self._head_stage = min(stages), head_stage
         self._sharded, self._updater = sharded, updater
         self._backends = [backend_of(group) for group in (*opened, sharded.collectives)]
         self._journal = Journal()
@@ -171,9 +178,9 @@ class Tracer:
         if op is Op.FORWARD:
             self._pending[action.micro_batch, stage] = self._forward_of(stage)
         elif op is Op.WEIGHT:
-            self._journal.events += [
-                Run(block.name, True, 0.5) for block in reversed(self._of_stage(stage))
-            ]
+            names = [block.name for block in self._of_stage(stage)]
+            names += [HEAD] if stage == self._head_stage else []
+            self._journal.events += [Run(name, True, 0.5) for name in reversed(names)]
         else:
             following = next((a for a in rest if a.op in COMPUTE or a.op is Op.REDUCE), None)
             reduces = (
@@ -190,11 +197,11 @@ class Tracer:
 
     def _forward_of(self, stage: int) -> Tensor:
         out: Tensor = self._inputs()[0]
-        if self._blocks and stage == min(block.stage for block in self._blocks):
+        if stage == self._first_stage:
             out = self._run_outside(out)
         for block in self._of_stage(stage):
             out = block.module(out)
-        return out
+        return self._run(HEAD, out, ()) if stage == self._head_stage else out
 
     def _of_stage(self, stage: int) -> list[Block]:
         return [block for block in self._blocks if block.stage == stage]
@@ -294,8 +301,8 @@ class Tracer:
 
     def note(self, name: str, *, is_backward: bool) -> None:
         """A block runs."""
-        if is_backward and self._recomputes and name != OUTSIDE:
-            self._journal.events.append(Run(name, False))
+        if is_backward and self._recomputes and name not in (OUTSIDE, HEAD):
+            self._journal.events.append(Run(name, False, is_again=True))
         self._journal.events.append(Run(name, is_backward, self._share if is_backward else 1.0))
 
     def _inputs(self) -> tuple[Tensor]:
@@ -347,4 +354,4 @@ class _Stub(torch.autograd.Function):
         return None, None, grads[0], *made
 
 
-__all__ = ["OUTSIDE", "Block", "Event", "Run", "Sums", "Trace", "Tracer", "Update"]
+__all__ = ["HEAD", "OUTSIDE", "Block", "Event", "Run", "Sums", "Trace", "Tracer", "Update"]

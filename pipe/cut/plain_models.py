@@ -15,7 +15,7 @@ from torch import nn
 
 from ...utils.errors import UsageError
 from ..inputs import kind
-from ..partition import partition_layers, stage_of_layer
+from ..partition import Ends, partition_layers, stage_of_layer
 from .costs import size_of, sum_of
 from .dtype_sync import DtypeSync, ZeroParameter
 from .meta_copies import meta_copy
@@ -102,7 +102,7 @@ class PlainModelPart(Part):
             module = model.get_submodule(name)
             if role.stages & set(stages):
                 is_everywhere = len(stages) == 1 and len(role.stages) == 1
-                if is_everywhere and not role.is_block:
+                if is_everywhere and not (role.is_block or role.is_head):
                     continue  # each call of it is real
                 zeros = None if is_everywhere else self._zeros_of(module, role)
                 own_module = OwnModule(module, role, zeros)
@@ -166,6 +166,13 @@ def outline_model(
     roles = _roles(blocks, stage_of, around, placement.num_stages - 1)
     holders = _holders(model, around, roles, placement)
     return ModelOutline(around, stage_of, roles, holders, names_of(model))
+
+
+def most_stages(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> int:
+    """The most stages of a pipeline of a plain model, with chunks; see `Ends`."""
+    if not blocks:
+        return 0
+    return len(blocks) + sum(_may_be_alone(find_surroundings(model, blocks)))
 
 
 def check_model(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> None:
@@ -240,7 +247,13 @@ def _bounds(
     ]
     sizes = [size_of(module, config) for _, module in blocks]
     method = "best" if partition is None else partition
-    return partition_layers(method, sizes, num_stages, outer[0], outer[1])
+    ends = Ends(outer[0], outer[1], _may_be_alone(around))
+    return partition_layers(method, sizes, num_stages, ends)
+
+
+def _may_be_alone(around: OuterModules) -> tuple[bool, bool]:
+    """The first stage may have an embedding alone, the last one a head that is called after the blocks."""
+    return any(FIRST in sides for sides in around.sides.values()), around.head is not None
 
 
 def _roles(
@@ -255,7 +268,8 @@ def _roles(
     stage_of_side = {FIRST: 0, LAST: last_stage}
     for name in around.modules:
         stages = frozenset(stage_of_side[side] for side in around.sides[name])
-        roles[name] = ModuleRole(name, stages, False)
+        is_head = name == around.head and last_stage not in stage_of
+        roles[name] = ModuleRole(name, stages, False, is_head)
     return roles
 
 
@@ -286,4 +300,11 @@ def _call_with(model: nn.Module, batch: Any) -> Any:
     return model(batch)
 
 
-__all__ = ["ModelOutline", "PlainModelPart", "EmbeddingAndHead", "check_model", "outline_model"]
+__all__ = [
+    "ModelOutline",
+    "PlainModelPart",
+    "EmbeddingAndHead",
+    "check_model",
+    "most_stages",
+    "outline_model",
+]

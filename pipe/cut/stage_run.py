@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any, NoReturn, final
 
 import torch
@@ -46,6 +47,7 @@ class StageRun:
         self.trace = trace
         self.is_trained = is_trained
         self.has_begun = False
+        self.passes_blocks = False  # a block of another stage was called
         self.is_recomputing = False
         self._copies = copies or trace is not None
         self._taken: list[Tensor] = []
@@ -54,12 +56,14 @@ class StageRun:
         self._senders = senders
         self._first: nn.Module | None = None
         self._first_calls = 0
+        self._entered: set[nn.Module] = set()
         self._replaced: dict[Any, Tensor] = {}  # key of a tensor -> what arrived for it
         self._locals: list[Tensor] = []  # keeps the keys valid
         self._local_keys: set[Any] = set()
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The arguments of an own block, with what arrived in place of what this stage cannot know."""
+        self._entered.add(module)
         if self._arrived is None:
             self.has_begun = True
             return args, kwargs
@@ -70,6 +74,14 @@ class StageRun:
             self._replace(leaves)
         entered: tuple[Any, Any] = unflatten(leaves, structure)
         return entered
+
+    def begins_with(self, module: nn.Module) -> bool:
+        """A call of `module`, which is no block, is that with which the stage begins."""
+        return not self.has_begun or (self.is_recomputing and module is self._first)
+
+    def has_run(self, blocks: Iterable[nn.Module]) -> bool:
+        """All of these have been called."""
+        return self._entered.issuperset(blocks)
 
     def close(self) -> bool:
         """End the run. Returns whether the blocks wrote to what arrived; known of followed runs only."""

@@ -1,9 +1,9 @@
 """Decides what a call of a module does on the stage that runs: itself, zeros, or the end of the stage.
 
-stage 0            stage 1                     last stage
-embed  runs        embed   gives zeros         embed   gives zeros
-block 0 runs       block 0 gives zeros         block 0, 1 give zeros
-block 1 ends       block 1 gets what arrived   block 2 gets what arrived
+stage 0            stage 1                     last stage                  or a last stage without blocks
+embed  runs        embed   gives zeros         embed   gives zeros         embed      gives zeros
+block 0 runs       block 0 gives zeros         block 0, 1 give zeros       block 0, 1, 2 give zeros
+block 1 ends       block 1 gets what arrived   block 2 gets what arrived   head       gets what arrived
                    block 2 ends                head    runs
 """
 
@@ -35,11 +35,13 @@ class ModuleRole:
         name: in the whole model.
         stages: the virtual stages that run it.
         is_block: a module of the block list.
+        is_head: its call after the blocks begins the last stage, which has no blocks.
     """
 
     name: str
     stages: frozenset[int]
     is_block: bool
+    is_head: bool = False
 
 
 @final
@@ -189,19 +191,24 @@ class StageRunner:
             stage_run.trace.mark(zeros)
         return zeros
 
+    def _blocks_of(self, stage: int) -> list[nn.Module]:
+        return [block.module for block in self.own_blocks if stage in block.role.stages]
+
     def _is_trained(self, stage: int) -> bool:
-        return any(
-            param.requires_grad
-            for block in self.own_blocks
-            if stage in block.role.stages
-            for param in block.module.parameters()
-        )
+        blocks = self._blocks_of(stage)
+        return any(param.requires_grad for block in blocks for param in block.parameters())
+
+    def _ends_with_blocks(self, stage_run: StageRun) -> bool:
+        """The last stage has no blocks, and those of this stage, the one before, have all run."""
+        is_last_but_one = stage_run.stage == self.num_stages - 2
+        return is_last_but_one and stage_run.has_run(self._blocks_of(stage_run.stage))
 
     def _runs_here(self, role: ModuleRole, stage_run: StageRun) -> bool:
         if stage_run.stage not in role.stages:
             return False
         # a module that runs on both sides: on the last stage, its call before the blocks is the first stage's
-        return role.is_block or stage_run.stage == 0 or stage_run.has_begun
+        begins = role.is_block or (role.is_head and stage_run.passes_blocks)
+        return begins or stage_run.stage == 0 or stage_run.has_begun
 
     def _run_own(
         self,
@@ -211,8 +218,9 @@ class StageRunner:
         args: Any,
         kwargs: Any,
     ) -> Any:
-        """Run a module of this stage: a block gets what has arrived."""
-        if not own_module.role.is_block:
+        """Run a module of this stage: a block, or what begins the stage, gets what has arrived."""
+        role = own_module.role
+        if not role.is_block and not (role.is_head and stage_run.begins_with(own_module.module)):
             return call(*args, **kwargs)
         args, kwargs = stage_run.enter(own_module.module, args, kwargs)
         if stage_run.trace is None or stage_run.is_recomputing:
@@ -233,6 +241,9 @@ class StageRunner:
         """A call of a module of another stage: zeros for its outputs; one of a later stage ends this run."""
         if role.is_block and min(role.stages) > stage_run.stage:
             stage_run.leave(args, kwargs)
+        if role.is_head and self._ends_with_blocks(stage_run):
+            stage_run.leave(args, kwargs)
+        stage_run.passes_blocks |= role.is_block
         is_early = (role.is_block or 0 in role.stages) and stage_run.stage > 0
         has_begun = stage_run.has_begun and not stage_run.is_recomputing
         if not is_early or has_begun or zeros is None:

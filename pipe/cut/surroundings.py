@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, final
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ...ops.torch_internals import tree_leaves
 from ...utils.errors import UsageError
-from .meta_copies import meta_copy
+from .meta_copies import ShapesOnly, meta_copy
 
 FIRST, LAST = "first", "last"
 
@@ -26,11 +26,13 @@ class OuterModules:
         ancestors: the model and the modules between it and the blocks, by name.
         modules: children of ancestors that have parameters, by name, in the order of registration.
         sides: name of one of `modules` -> "first", "last", or both.
+        head: name of the one that is called right after the blocks, where that is known.
     """
 
     ancestors: dict[str, nn.Module]
     modules: dict[str, nn.Module]
     sides: dict[str, frozenset[str]]
+    head: str | None
 
 
 def find_surroundings(
@@ -68,9 +70,13 @@ def find_surroundings(
     sides = {
         name: frozenset({FIRST if order.index(name) < blocks_at else LAST}) for name in modules
     }
-    sides.update(_observed_sides(model, blocks, modules))
+    calls = _observed_calls(model, blocks, modules)
+    if calls is not None:
+        sides.update({name: frozenset(calls.sides[name] or {LAST}) for name in modules})
     sides.update(_named_sides(modules, first_globs, last_globs))
-    return OuterModules(ancestors, modules, sides)
+    head = calls.head if calls is not None else None
+    is_last = head is not None and sides[head] == {LAST}
+    return OuterModules(ancestors, modules, sides, head if is_last else None)
 
 
 def _children_in_order(
@@ -117,21 +123,44 @@ class _Stub(nn.Module):
         )
 
 
-def _observed_sides(
+@final
+class _Calls:
+    """The calls of modules outside of the blocks in one forward.
+
+    Attributes:
+        sides: name of a module -> before or after the first call of a block; empty: it was not called.
+        has_begun: a block was called.
+        head: the module that was the first one to be called after the blocks; a part of one does not count.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.sides: dict[str, set[str]] = {name: set() for name in names}
+        self.has_begun = False
+        self.head: str | None = None
+        self._is_over = False
+
+    def of_block(self) -> None:
+        self.has_begun, self.head, self._is_over = True, None, False
+
+    def of_module(self, name: str, *, is_whole: bool) -> None:
+        self.sides[name].add(LAST if self.has_begun else FIRST)
+        if self.has_begun and not self._is_over:
+            self._is_over, self.head = True, name if is_whole else None
+
+
+def _observed_calls(
     model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], modules: dict[str, nn.Module]
-) -> dict[str, frozenset[str]]:
-    """The sides in a forward of the model's `dummy_inputs` on the meta device, as far as it gets.
+) -> _Calls | None:
+    """Those of a forward of the model's `dummy_inputs` on the meta device, as far as it gets.
 
     Once the blocks are reached, modules that did not run before them run after them, if at all.
     """
-    dummy = _dummy_inputs(model)
-    for inputs in dummy:
-        seen: dict[str, set[str]] = {name: set() for name in modules}
-        stages: list[str] = []  # has an element once a block was called
-        _run_outline(model, blocks, seen, stages, inputs)
-        if stages:
-            return {name: frozenset(found or {LAST}) for name, found in seen.items()}
-    return {}
+    for inputs in _dummy_inputs(model):
+        calls = _Calls(modules)
+        _run_outline(model, blocks, calls, inputs)
+        if calls.has_begun:
+            return calls
+    return None
 
 
 def _dummy_inputs(model: nn.Module) -> list[dict[str, Tensor]]:
@@ -151,24 +180,21 @@ def _dummy_inputs(model: nn.Module) -> list[dict[str, Tensor]]:
 def _run_outline(
     model: nn.Module,
     blocks: Sequence[tuple[str, nn.Module]],
-    seen: dict[str, set[str]],
-    stages: list[str],
+    calls: _Calls,
     inputs: dict[str, Tensor],
 ) -> None:
-    def reached() -> None:
-        stages.append(LAST)
-
-    memo: dict[int, Any] = {id(block): _Stub(reached) for _, block in blocks}
+    memo: dict[int, Any] = {id(block): _Stub(calls.of_block) for _, block in blocks}
     outline = meta_copy(model, memo, skip={id(p) for _, b in blocks for p in b.parameters()})
 
-    def watch(name: str) -> Callable[..., None]:
-        return lambda *_: seen[name].add(LAST if stages else FIRST)
+    def watch(name: str, *, is_whole: bool) -> Callable[..., None]:
+        return lambda *_: calls.of_module(name, is_whole=is_whole)
 
-    for name in seen:
-        for inner in outline.get_submodule(name).modules():
-            inner.register_forward_pre_hook(watch(name))
+    for name in calls.sides:
+        whole = outline.get_submodule(name)
+        for inner in whole.modules():
+            inner.register_forward_pre_hook(watch(name, is_whole=inner is whole))
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), ShapesOnly():
             outline(**inputs)
     except Exception:  # after the blocks the stub's outputs may not fit; what was seen counts
         return

@@ -1,4 +1,4 @@
-"""The kernels of compiled and of 8-bit blocks in a plan."""
+"""The kernels of compiled, recomputed and 8-bit blocks in a plan."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from xds.engine.config.config import parse_config
+from xds.engine.model.recompute import Recomputing
 from xds.engine.planning.models import ModelSource
 from xds.engine.planning.plan import make_plan
-from xds.engine.planning.work import Kernel
+from xds.engine.planning.work import MATRIX, Kernel, KernelWatch
+from xds.ops.comm.fake import Journal
 
 TOKENS, WIDTH, INNER = 32, 128, 2048
 
@@ -54,11 +56,15 @@ class Source(ModelSource):
 
 def kernels(config: dict[str, Any], *, is_backward: bool) -> Counter[Kernel]:
     """Of the second block."""
+    return kernels_of("backward" if is_backward else "forward", config)
+
+
+def kernels_of(what: str, config: dict[str, Any]) -> Counter[Kernel]:
+    """what: a field of `Activations`."""
     common = {"train_micro_batch_size_per_gpu": TOKENS, "bf16": {"enabled": True}}
     plan = make_plan(Source(), parse_config(common | config), 1, 1)
-    seen = plan.observed[0].backward if is_backward else plan.observed[0].forward
     found: Counter[Kernel] = Counter()
-    for events in seen[1]:
+    for events in getattr(plan.observed[0], what)[1]:
         assert isinstance(events, Counter)
         found += events
     return found
@@ -92,3 +98,23 @@ def test_products_in_8_bits_have_their_dtype_and_bytes() -> None:
     assert max(kernel.size_bytes for kernel in products) == wide
     casts = [k for k in found.elements() if k.name != "mm" and k.dtype == "float8"]
     assert len(casts) == 6  # an input and a weight for each product
+
+
+def test_a_recomputation_runs_what_the_backward_needs() -> None:
+    """torch ends it where the last saved tensor is there: `down` does not run again."""
+    model, journal = Model().to(torch.bfloat16), Journal()
+    recomputing = Recomputing(list(model.blocks))
+    recomputing.begin()
+    loss = model(torch.randn(TOKENS, WIDTH, dtype=torch.bfloat16, requires_grad=True))
+    with KernelWatch(journal):
+        loss.backward()
+    ran: Counter[Kernel] = Counter()
+    for events in journal.events:
+        assert isinstance(events, Counter)
+        ran += events
+    again, backward = (kernels_of(what, {}) for what in ("again", "backward"))
+    products = [k for k in (again + backward).elements() if k.kind == MATRIX]
+    assert len(products) == 2 + 6
+    assert Counter(3 * products) == Counter({k: n for k, n in ran.items() if k.kind == MATRIX})
+    compiled = kernels_of("again", {"compile": {"enabled": True}})
+    assert sum(n for k, n in compiled.items() if k.kind == MATRIX) == 2

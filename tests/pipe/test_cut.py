@@ -86,6 +86,65 @@ def test_models_with_masks_norms_and_projections_equal_the_whole_model(name):
     check_equal(model, Loop(2, 2, is_v=True), batches)
 
 
+@pytest.mark.parametrize("name", ["gpt2", "mixtral", "opt", "bert", "gemma3"])
+@pytest.mark.quick("gpt2", "gemma3")
+def test_the_first_and_the_last_stage_may_have_no_blocks(name):
+    pytest.importorskip("transformers")
+    from real_models import batch, build
+
+    if name in ("gpt2", "mixtral"):
+        model = build(name)
+        batches = [batch(name, step, samples=2) for step in range(2)]
+    else:
+        model, ids = tiny_hugging_face(name), torch.randint(3, 61, (2, 10))
+        batches = [{"input_ids": ids, "labels": ids}] * 2
+    num_blocks = len(found_blocks(model))
+    parts = check_equal(model, Loop(num_blocks + 2), batches)
+    assert [len(part.blocks) for part in parts] == [0, *[1] * num_blocks, 0]
+    check_equal(model, Loop(num_blocks + 1), batches, partition="uniform")
+    check_equal(model, Loop(2, 2, is_v=True), batches, partition=[0, 0, 1, num_blocks, num_blocks])
+    check_equal(model, Loop(2), batches, partition=[0, num_blocks, num_blocks])
+    check_equal(model, Loop(2), batches, partition=[0, 0, num_blocks])
+
+
+def test_a_last_stage_without_blocks_needs_a_module_that_is_called_after_them():
+    model = models.build("plain")
+    assert not hasattr(model, "dummy_inputs")
+    message = "needs 3 rising bounds from 0 to 3"
+    with pytest.raises(UsageError, match=message):
+        cut_model(model, found_blocks(model), Loop(2), 0, [0, 3, 3])
+    batches = [models.micro_batch(0, number) for number in range(2)]
+    check_equal(model, Loop(2), batches, partition=[0, 0, 3])
+
+
+class Supervised(models.TinyModel):
+    """Calls its norm after each block, which one stage alone cannot have."""
+
+    dummy_inputs = {"tokens": torch.zeros(1, 4, dtype=torch.long)}
+    is_deep = True
+
+    def forward(self, tokens):
+        x, loss = self.embed(tokens[:, :-1]), 0
+        for block in self.blocks:
+            x = block(x)
+            if self.is_deep:
+                loss = loss + self.norm(x).sum()
+        return loss + F.cross_entropy(
+            self.head(self.norm(x)).flatten(0, 1), tokens[:, 1:].flatten()
+        )
+
+
+def test_a_head_that_is_called_before_all_blocks_have_run_gets_a_sentence():
+    torch.manual_seed(0)
+    model, batches = Supervised(), [models.micro_batch(0, number) for number in range(2)]
+    part = cut_model(model, found_blocks(model), Loop(2), 0, [0, 3, 3])
+    with pytest.raises(UsageError, match="calls norm"):
+        part.run(0, batches[0], None, 0)
+    model = Supervised()
+    model.is_deep = False
+    check_equal(model, Loop(2), batches, partition=[0, 3, 3])
+
+
 FEATURES = (
     *("tied", "tied_blocks", "frozen", "unused", "reused", "mixed_shapes"),
     *("checkpointed_reentrant", "compiled_blocks"),
@@ -253,7 +312,11 @@ REFUSED = {
         {"sides": EmbeddingAndHead(first=["nothing*"])},
         '"nothing\\*" matches no module',
     ),
-    "stages": ("plain", {"depth": 3}, "4 stages .* for 3 layers"),
+    "stages": (
+        "plain",
+        {"depth": 2},
+        "4 stages .* for 2 layers; each stage but the first one needs",
+    ),
     "bounds": ("plain", {"partition": [0, 2, 4]}, "needs 5 rising bounds from 0 to 4"),
 }
 

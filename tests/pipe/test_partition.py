@@ -1,10 +1,10 @@
 """Partitions of layers into stages, as literal tables."""
 
-from itertools import combinations
+from itertools import combinations, combinations_with_replacement, pairwise
 
 import pytest
 
-from xds.pipe.partition import LayerSize, partition_layers, split, stage_of_layer, uniform
+from xds.pipe.partition import Ends, LayerSize, partition_layers, split, stage_of_layer, uniform
 from xds.utils.errors import UsageError
 
 
@@ -50,8 +50,35 @@ def test_split_is_exact():
         assert squares(costs, found, 2, 3) == min(squares(costs, bounds, 2, 3) for bounds in ties)
 
 
+@pytest.mark.parametrize("alone", [(True, False), (False, True), (True, True)])
+@pytest.mark.parametrize("extras", [(0, 0), (2, 3), (12, 20)])
+def test_split_with_ends_that_may_be_alone_is_exact(alone, extras):
+    costs = [3, 1, 4, 1, 5, 9, 2]
+    for num_stages in range(2, len(costs) + sum(alone) + 1):
+        every = [
+            (0, *cuts, 7)
+            for cuts in combinations_with_replacement(range(8), num_stages - 1)
+            if all(a < b for a, b in pairwise(cuts))
+            and cuts[0] >= 1 - alone[0]
+            and cuts[-1] <= 6 + alone[1]
+        ]
+        found = split(costs, num_stages, *extras, alone)
+        plain = [b for b in every if 0 < b[1] and b[-2] < 7]
+        limit = min(largest(costs, bounds, *extras) for bounds in every)
+        if plain and min(largest(costs, bounds, *extras) for bounds in plain) == limit:
+            every = plain
+        best = min(
+            (largest(costs, bounds, *extras), squares(costs, bounds, *extras)) for bounds in every
+        )
+        assert (largest(costs, found, *extras), squares(costs, found, *extras)) == best
+        assert found in every
+
+
 def test_uniform_gives_the_first_stages_one_more():
     assert uniform(10, 4) == (0, 3, 6, 8, 10)
+    assert uniform(3, 4, (False, True)) == uniform(3, 4, (True, True)) == (0, 1, 2, 3, 3)
+    assert uniform(3, 4, (True, False)) == (0, 0, 1, 2, 3)
+    assert uniform(3, 5, (True, True)) == (0, 0, 1, 2, 3, 3)
     assert stage_of_layer((0, 3, 4)) == (0, 0, 0, 1)
 
 
@@ -87,3 +114,26 @@ def test_methods(partition, bounds):
 def test_bad_partitions_get_a_sentence(partition, num_stages, message):
     with pytest.raises(UsageError, match=message):
         partition_layers(partition, LAYERS, num_stages)
+
+
+@pytest.mark.parametrize(
+    ("partition", "alone", "bounds"),
+    [
+        ([0, 0, 2, 4, 4], (True, True), (0, 0, 2, 4, 4)),
+        ("best", (False, True), (0, 1, 2, 4, 4)),
+        ("best", (False, False), (0, 1, 2, 3, 4)),
+        ("uniform", (True, True), (0, 1, 2, 3, 4)),
+        ("type:block", (True, True), (0, 1, 2, 3, 4)),
+        ([0, 0, 2, 4, 4], (True, False), None),
+        ([0, 0, 0, 2, 4], (True, True), None),
+        ([0, 2, 2, 4, 4], (True, True), None),
+    ],
+)
+def test_ends_without_layers(partition, alone, bounds):
+    layers = [LayerSize("Block", 30, 30)] * 4
+    ends = Ends(LayerSize("", 90, 0), LayerSize("", 5, 90), alone)
+    if bounds is not None:
+        assert partition_layers(partition, layers, 4, ends) == bounds
+    else:
+        with pytest.raises(UsageError, match="needs 5 rising bounds from 0 to 4"):
+            partition_layers(partition, layers, 4, ends)

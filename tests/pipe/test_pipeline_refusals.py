@@ -100,7 +100,7 @@ def refused_models() -> None:
 
     is_refused("needs at least 2 micro-batches", Model(4), count=1)
     is_refused("has no list of blocks", nn.Linear(3, 3))
-    is_refused("4 stages (with chunks) for 3 layers", Model(3), 4)
+    is_refused("4 stages (with chunks) for 2 layers", Model(2), 4)
     many = {"schedule": "interleaved_1f1b", "chunks": 10**9}  # it did not return
     is_refused("more stages than the model has layers", Model(4), pipeline=many)
     is_refused("14 stages", Model(4), pipeline={"schedule": "auto", "chunks": 7})

@@ -15,7 +15,7 @@ import pytest
 import torch
 from gathered import Peak
 from helpers import run_ranks
-from pipeline_runs import LENGTH, WIDTH, Model, batches, config_of, reference, worst
+from pipeline_runs import LENGTH, WIDTH, Known, Model, batches, config_of, reference, worst
 from runs import PRECISIONS
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -73,7 +73,8 @@ class Case:
 
     def model(self) -> nn.Module:
         torch.manual_seed(0)
-        model = Model(self.blocks, tied=self.kind == "tied")
+        # "alone": a head that is known to be called after the blocks may be a stage of its own
+        model = (Known if self.kind == "alone" else Model)(self.blocks, tied=self.kind == "tied")
         part = self.blocks // 4 + 1  # more than a stage of four
         if self.kind == "frozen_first":
             freeze = [model.embed, *model.blocks[:part]]
@@ -136,6 +137,9 @@ SHARP = [  # every value of every axis once
     Case(2, 2, 3, "dualpipev", "fp16", "plain"),
     Case(4, 1, 1, "interleaved_1f1b", "fp32", "tied", 8),
     Case(2, 1, 3, "gpipe", "bf16", "plain"),
+    Case(4, 1, 3, "1f1b", "fp32", "alone", 2),
+    Case(2, 2, 2, "zbv", "fp32", "alone", 2),
+    Case(2, 1, 1, "interleaved_1f1b", "bf16", "alone", 2),
 ]
 
 
@@ -145,6 +149,7 @@ SHARP = [  # every value of every axis once
     "2x2-zero2-zero_bubble-fp32-tied",
     "2x2-zero3-dualpipev-fp16-plain",
     "4x1-zero1-interleaved_1f1b-fp32-tied",
+    "2x2-zero2-zbv-fp32-alone",
 )
 def test_steps_equal_those_of_one_process(case: Case) -> None:
     results: list[Result] = run_ranks(run, case.world_size, case)

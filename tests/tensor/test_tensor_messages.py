@@ -11,7 +11,7 @@ import pytest
 import runs
 import torch
 from helpers import run_processes, run_ranks
-from tensor_cases import Case, batches, build
+from tensor_cases import TOKENS, Case, batches, build
 from torch import Tensor, nn
 
 import xds
@@ -22,7 +22,8 @@ from xds.ops.comm.handles import Handle
 from xds.ops.comm.threads import LightThread
 from xds.pipe import channel
 from xds.pipe.weight_grads import WeightGrads
-from xds.tensor import compiled, overlap, partition
+from xds.tensor import overlap, partition
+from xds.tensor.exchange import Exchange
 from xds.zero import get_full_grad
 
 RECOMPUTED = {"activation_checkpointing": {"enabled": True}}
@@ -121,8 +122,8 @@ def train(
 
 def test_overlapped_sums_have_the_same_bits() -> None:
     case = Case("llama", 1, 1, 1, 2, 1)
-    sections = [{"tp_size": 2, "tp_overlap_comm": overlaps} for overlaps in (True, False)]
-    for more in (RECOMPUTED, {"freezes": True}):
+    for more, plan in ((RECOMPUTED, {}), ({"freezes": True}, {}), (RECOMPUTED, {"plan": TOKENS})):
+        sections = [{"tp_size": 2, "tp_overlap_comm": on, **plan} for on in (True, False)]
         with_it, without = (
             run_ranks(train, 2, case, more | {"tensor_parallel": section}) for section in sections
         )
@@ -131,15 +132,15 @@ def test_overlapped_sums_have_the_same_bits() -> None:
             assert all(torch.equal(value, same[name]) for name, value in values.items())
 
 
-def events_of_a_backward() -> list[str]:
+def events_of_a_backward(plan: dict[str, str]) -> list[str]:
     case = Case("llama", 1, 1, 1, 2, 0)
     config = case.config() | {"gradient_accumulation_steps": 1}
-    config["tensor_parallel"]["tp_overlap_comm"] = True
+    config["tensor_parallel"] |= {"tp_overlap_comm": True} | ({"plan": plan} if plan else {})
     engine = xds.initialize(build("llama"), config)
     engine.train_batch(batches("llama", 0, 0))  # the slices are proven in the first forward
     loss = engine(**next(batches("llama", 1, 0))).loss
     seen: list[str] = []
-    start, weight = compiled.start_sum, overlap.weight_grad
+    start, weight = Exchange.start_sum, overlap.weight_grad
 
     class Seen(Handle):
         def __init__(self, handle: Any) -> None:
@@ -151,8 +152,6 @@ def events_of_a_backward() -> list[str]:
 
     def spied_start(*args: Any) -> Any:
         total, handle = start(*args)
-        if "gradient of the input" not in args[2]:
-            return total, handle
         seen.append("start")
         return total, Seen(handle)
 
@@ -161,7 +160,7 @@ def events_of_a_backward() -> list[str]:
         return weight(*args, **kwargs)
 
     with (
-        mock.patch.object(compiled, "start_sum", spied_start),
+        mock.patch.object(Exchange, "start_sum", spied_start),
         mock.patch.object(overlap, "weight_grad", spied_weight),
     ):
         engine.backward(loss)
@@ -169,11 +168,12 @@ def events_of_a_backward() -> list[str]:
     return seen
 
 
-def test_weights_get_their_gradients_while_the_sum_travels() -> None:
+@pytest.mark.parametrize("plan", ["found", "tokens"])
+def test_weights_get_their_gradients_while_the_sum_travels(plan: str) -> None:
     of_mlp, of_attention = ["start", *["weight"] * 2, "wait"], ["start", *["weight"] * 3, "wait"]
-    for seen in run_processes(events_of_a_backward, 2):
-        assert seen[-8:] == [*of_mlp[-3:], *of_attention] or seen[-9:] == of_mlp + of_attention
-        assert seen == ["start", "weight", "wait", *4 * (of_mlp + of_attention)]
+    of_head = ["start", "weight", "wait"] if plan == "found" else []
+    for seen in run_processes(events_of_a_backward, 2, TOKENS if plan == "tokens" else {}):
+        assert seen == [*of_head, *4 * (of_mlp + of_attention)]
 
 
 def backwards_of_one_graph(count: int) -> tuple[list[Tensor], int]:

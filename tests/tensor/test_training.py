@@ -9,7 +9,7 @@ import tensor_cases
 import torch
 from helpers import run_ranks
 from pipeline_runs import SAME, worst
-from tensor_cases import LENGTH, SAMPLES, STEPS, Case, batches, build, one_process
+from tensor_cases import LENGTH, SAMPLES, STEPS, TOKENS, Case, batches, build, one_process
 from torch import Tensor, nn
 
 import xds
@@ -19,15 +19,6 @@ pytest.importorskip("transformers", reason="pip install -e '.[test]'")
 RECOMPUTED = {"activation_checkpointing": {"enabled": True}}
 TILES = {"sequence": {"tiled_mlp": 5, "tiled_loss": 7}}
 CUT_HEAD = {"vocab_parallel_lm_head": True}
-LLAMA = {
-    **{f"model.layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"},
-    "model.layers.*.self_attn.o_proj": "rowwise",
-    "model.layers.*.mlp.gate_proj": "colwise",
-    "model.layers.*.mlp.up_proj": "colwise",
-    "model.layers.*.mlp.down_proj": "rowwise",
-    "model.layers.*.input_layernorm": "sequence_parallel",
-    "model.layers.*.post_attention_layernorm": "sequence_parallel",
-}
 GPT2 = {
     "transformer.h.*.ln_1": "sequence_parallel",
     "transformer.h.*.ln_2": "sequence_parallel",
@@ -51,8 +42,8 @@ CASES: list[tuple[Case, dict[str, Any], dict[str, Any]]] = [
     (Case("gpt2", 1, 1, 1, 2, 2, "SGD"), CUT_HEAD, TILES),
     (Case("llama", 1, 1, 1, 2, 1), {}, TILES),  # the head's logits would be gathered
     (Case("llama", 1, 1, 2, 1, 2), {}, TILES),
-    (Case("llama", 1, 1, 1, 2, 2, "SGD"), {"plan": LLAMA}, {}),  # norms of a part of the tokens
-    (Case("gpt2", 1, 1, 1, 2, 3), {"plan": GPT2}, RECOMPUTED),
+    (Case("llama", 1, 1, 1, 2, 2, "SGD"), {"plan": TOKENS}, {}),  # norms of a part of the tokens
+    (Case("gpt2", 1, 1, 1, 2, 3), {"plan": GPT2, "tp_overlap_comm": True}, RECOMPUTED),
 ]
 
 
@@ -156,7 +147,7 @@ def sent(plan: dict[str, str]) -> int:
 def test_a_block_with_own_tokens_sends_as_many_bytes_as_with_whole_activations() -> None:
     one = SAMPLES * LENGTH * 32 * 4  # activations of a micro-batch, fp32
     # of half of them: a gather and a sum in both passes, twice in each of 4 blocks; a cut and a join
-    assert run_ranks(sent, 2, LLAMA) == [4 * (8 * 4 + 2) * one // 2] * 2
+    assert run_ranks(sent, 2, TOKENS) == [4 * (8 * 4 + 2) * one // 2] * 2
 
 
 # -- what is refused ----------------------------------------------------------------------------------------
@@ -164,14 +155,14 @@ def test_a_block_with_own_tokens_sends_as_many_bytes_as_with_whole_activations()
 REFUSED: list[tuple[str, dict[str, Any], int, str]] = [
     (
         "llama",
-        {"tensor_parallel": {"tp_size": 2, "plan": LLAMA}},
+        {"tensor_parallel": {"tp_size": 2, "plan": TOKENS}},
         11,
         "with 11 tokens, which 2 ranks",
     ),
     (
         "llama",
         {
-            "tensor_parallel": {"tp_size": 2, "plan": LLAMA},
+            "tensor_parallel": {"tp_size": 2, "plan": TOKENS},
             "activation_checkpointing": {"enabled": True, "partition_activations": True},
         },
         12,
@@ -179,7 +170,7 @@ REFUSED: list[tuple[str, dict[str, Any], int, str]] = [
     ),
     (
         "llama",
-        {"tensor_parallel": {"tp_size": 2, "plan": LLAMA}, "compile": {"enabled": True}},
+        {"tensor_parallel": {"tp_size": 2, "plan": TOKENS}, "compile": {"enabled": True}},
         12,
         "it does not work with compile.enabled",
     ),
