@@ -30,7 +30,7 @@ flops_profiler                         `StepReport` chooses them
 checkpoint.preemption_save_dir         preemption.py
 checkpoint.interval                    steps/save_interval.py
 recovery                               recovering.py, recovery/
-outer                                  meeting.py, outer/
+outer                                  meeting.py, outer/; with recovery living_groups.py
 checkpoint                             checkpoint/, at the first save or load
 watch                                  ops/watch/watcher.py, on several ranks
 zero_optimization.stage = 3            generation/evaluation.py: what `engine.eval()` keeps gathered
@@ -64,7 +64,7 @@ from ..ops.comm.exchange import agreeing
 from ..ops.comm.mesh_groups import MeshGroups
 from ..ops.comm.message_log import LogOptions
 from ..ops.comm.opening import open_collectives
-from ..utils.errors import UsageError, XdsError
+from ..utils.errors import ConfigError, UsageError, XdsError
 from ..utils.host_memory import keep_freed_blocks, return_freed_blocks
 from ..utils.quoting import quoted
 from ..zero.layout.groups import FlatGroups, Policy
@@ -128,7 +128,14 @@ from .parts import (
     SaveInterval,
     UnevenForwards,
 )
-from .process.process import is_launched, join, num_sites, pick_device, timeout_seconds
+from .process.process import (
+    is_launched,
+    join,
+    num_launched,
+    num_sites,
+    pick_device,
+    timeout_seconds,
+)
 from .steps.batch_loop import batch_loop
 from .telemetry.report import Monitor, StepReport
 from .telemetry.screen import log_notes, log_start, show_messages
@@ -266,12 +273,19 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
     A step that sends nothing may fail on one rank alone: it is inside `everywhere`, which then raises on all.
     """
     # the ranks, and a config that is the same on all
-    device = pick_device()
-    world = join(device)
+    device, num_sets = pick_device(), _num_sets(config)
+    world = join(device, num_sets)
     group = given.group or world
     show_messages(config.log_level)
     needs_optimizer = trains and given.optimizer is None
-    config = resolve_together(config, given.optimizer, group, device, needs_section=needs_optimizer)
+    config = resolve_together(
+        config,
+        given.optimizer,
+        group,
+        device,
+        needs_section=needs_optimizer,
+        num_groups=num_sets,
+    )
     log_notes(config, group.rank())
     outer, collectives, mesh = _open_outer(config, group, device)
     everywhere = partial(agreeing, collectives, "xds.initialize")
@@ -317,7 +331,7 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
         monitor = _monitor(config, record)
         loader = _watched(_loader(given, config, mesh, collectives, outer), record)
         packing = _packing(model, config, loader, collectives)
-        recovery = _recovery(config, collectives, loader, mesh)
+        recovery = _recovery(config, collectives, loader, mesh, outer)
         scheduler = _scheduler(config, given.lr_scheduler, optimizer, loader) if optimizer else None
     balances = [] if local.experts is None else [local.experts.balance]
     return Parts(
@@ -700,10 +714,25 @@ def _saves(config: Config, collectives: Collectives) -> SaveInterval:
     return TimedSaves(config.checkpoint.interval, collectives)
 
 
-def _recovery(config: Config, collectives: Collectives, loader: Any, mesh: MeshGroups) -> Recovery:
+def _num_sets(config: Config) -> int:
+    """So many sets of ranks each have a default group of torch of their own."""
+    world_size = num_launched()
+    if config.outer is None or not config.recovery.enabled or world_size is None:
+        return 1
+    complaints = config.outer.complaints(world_size)
+    if complaints:
+        raise ConfigError(complaints, config.source)
+    return config.outer.groups
+
+
+def _recovery(
+    config: Config, collectives: Collectives, loader: Any, mesh: MeshGroups, outer: OuterLoop
+) -> Recovery:
     """Raises UsageError: ranks cannot recover here."""
     if not config.recovery.enabled:
         return Recovery()
+    if config.outer is not None:
+        return outer.calls()
     from .recovering import LiveRecovery
 
     return LiveRecovery(config, collectives, loader, mesh)
@@ -724,6 +753,10 @@ def _open_outer(
                 *(num_sites(), num_sites()),
             )
         return OuterLoop(), *_open_groups(config, group, device)
+    if config.recovery.enabled:
+        from .living_groups import LivingGroups
+
+        return LivingGroups(config, group, device), *_open_groups(config, group, device)
     from .meeting import GroupsLoop, open_rank_groups
 
     found = open_rank_groups(config.outer, group)
@@ -774,7 +807,7 @@ def _loader(
         "drop_last": config.dataloader_drop_last,
         "collate_fn": collate_fn,
     }
-    if config.recovery.enabled:
+    if config.recovery.enabled and config.outer is None:
         from .data.step_sampler import step_loader
 
         return step_loader(data, step_batches=config.gradient_accumulation_steps, **common)

@@ -12,6 +12,7 @@ MiCS), each takes an equal part of them, and they exchange the results inside th
 
 from __future__ import annotations
 
+from abc import ABC
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -61,16 +62,27 @@ class RankGroups:
     sites: tuple[tuple[int, ...], ...]
 
 
-def open_rank_groups(section: Outer, world: dist.ProcessGroup) -> RankGroups:
-    """Divide the ranks of the job. For all of them.
-
-    Raises UsageError: `world` is not the whole job, or a group would have ranks of several sites.
-    """
+def check_sites(section: Outer) -> None:
+    """Raises UsageError: a group would have ranks of several sites, or messages between them could be read."""
     if section.groups % num_sites():
         raise UsageError(
             f"outer.groups = {section.groups}: the hostfile has {num_sites()} sites, and a group would have "
             "ranks of two; set a multiple of the sites"
         )
+    if num_sites() > 1 and not section.private_network:
+        raise UsageError(
+            f"outer.private_network = false, and the hostfile has {num_sites()} sites: groups send plain TCP, "
+            "which others on the way can read and change; put the sites into a VPN or behind tunnels, as "
+            "docs/between-sites.md shows, and set it to true"
+        )
+
+
+def open_rank_groups(section: Outer, world: dist.ProcessGroup) -> RankGroups:
+    """Divide the ranks of the job. For all of them.
+
+    Raises UsageError: `world` is not the whole job, or a group would have ranks of several sites.
+    """
+    check_sites(section)
     if world is not dist.group.WORLD:
         raise UsageError(
             "group= with the section outer: its groups are made of all ranks; leave group= out, or remove outer"
@@ -95,23 +107,16 @@ def open_rank_groups(section: Outer, world: dist.ProcessGroup) -> RankGroups:
     return found
 
 
-@final
-class GroupsLoop(OuterLoop):
-    """The meetings of one engine."""
+class HeldStates(OuterLoop, ABC):
+    """What a group holds of outer parameters: its fragments, and where they are in masters and checkpoints."""
 
     is_on = True
 
-    def __init__(self, section: Outer, groups: RankGroups) -> None:
-        self._section, self._groups = section, groups
-        self.num_groups = section.groups
-        device = torch.device("cpu")
-        self.meet = open_collectives(groups.meet, device, section=NO_SHARED_MEMORY)
-        self.meet.name_places({number: f"group {number}" for number in range(self.num_groups)})
-        self.opened = [self.meet]
-        self.number = self.meet.rank
-        self._schedule = MeetingSchedule(section.steps, section.fragments, section.delay)
+    def __init__(self, section: Outer, number: int) -> None:
+        """number: of this group."""
+        self._section = section
+        self.num_groups, self.number = section.groups, number
         self._optimizer = OuterSgd(section.optimizer)
-        self._meeting = Meeting(self.meet, mean_of(self.meet, section.bits), self._optimizer)
         self._fragments: list[Fragment] = []
         self._parts: list[list[OuterPart]] = []  # of each fragment
         self._engine: Parts
@@ -142,22 +147,6 @@ class GroupsLoop(OuterLoop):
             for number, numel in enumerate(sizes)
         ]
 
-    @torch.no_grad()
-    def begin(self) -> None:
-        """All groups begin with the values of the first one."""
-        for tensor in self._values_beside():
-            values = tensor.detach().cpu().contiguous()
-            if values.numel():
-                self.meet.broadcast(values.view(-1).view(torch.uint8))
-                tensor.detach().copy_(values)
-        everything = range(len(self._fragments))
-        for number in everything:
-            fragment = self._fragments[number]
-            fragment.outer[: fragment.numel] = self._read(number)
-            self.meet.broadcast(fragment.outer)
-        if self.number:
-            self._write(everything, mix=0.0)
-
     def _values_beside(self) -> Iterator[Tensor]:
         """What is not trained: buffers, and frozen parameters or this rank's shards of them.
 
@@ -170,27 +159,7 @@ class GroupsLoop(OuterLoop):
         flats = (flat for unit in sharded.units for flat in unit.params)
         yield from (flat.shard for flat in flats if id(flat) not in trained)
 
-    # -- after each step --------------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def advance(self, weight: float) -> None:
-        step = self._counters.global_steps
-        for fragment in self._fragments:
-            fragment.weight += weight
-        starts, due = self._schedule.starts(step), self._schedule.due(step)
-        if self._section.delay and due:
-            self._write(due, self._section.mix)
-        for number in starts:
-            fragment = self._fragments[number]
-            fragment.start(self._read(number), self._meeting, self._run)
-        if due and not self._section.delay:
-            self._write(due, self._section.mix)
-
-    def _run(self, job: Callable[[], None]) -> Job:
-        if self._section.delay:
-            return _threads.add(id(self), job)
-        job()  # nothing is computed meanwhile
-        return DONE
+    # -- parameters --------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def _read(self, number: int) -> Tensor:
@@ -214,37 +183,7 @@ class GroupsLoop(OuterLoop):
                 for part in self._parts[number]:
                     _give(part, values[part.place()])
 
-    # -- checkpoints ------------------------------------------------------------------------------------
-
-    def save(self, folder: str | Path, save: Callable[[str | Path], Result]) -> Result:
-        from .checkpoint.groups import save_in_turn
-
-        self._settle()
-        return save_in_turn(self.meet, folder, save)
-
-    def load(
-        self,
-        folder: str | Path,
-        tag: str | None,
-        load: Callable[[str | Path, str | None], Result],
-        *,
-        falls_back: bool,
-    ) -> Result:
-        """Raises UsageError: the groups have loaded different steps."""
-        from .checkpoint.groups import check_steps, choose
-
-        self._settle()
-        own = self._engine.sharded.collectives
-        folder, tag, is_new = choose(self.meet, own, folder, tag, falls_back=falls_back)
-        result = load(folder, tag)
-        if tag is not None:
-            check_steps(self.meet, self._counters.global_steps)
-            if is_new:
-                self._write(range(len(self._fragments)), mix=0.0)
-        return result
-
-    def of_first(self, value: bool) -> bool:
-        return bool(all_gather_json(self.meet, value, "what group 0 has")[0])
+    # -- checkpoints -------------------------------------------------------------------------------------
 
     def _tensors(self, fragment: Fragment) -> list[tuple[str, Tensor]]:
         """The states of a fragment, with their keys in a checkpoint."""
@@ -295,6 +234,91 @@ class GroupsLoop(OuterLoop):
                 if fragment.momentum is not None:
                     fragment.momentum.zero_()
 
+
+@final
+class GroupsLoop(HeldStates):
+    """The meetings of one engine whose groups all live, and take the same steps."""
+
+    def __init__(self, section: Outer, groups: RankGroups) -> None:
+        device = torch.device("cpu")
+        self.meet = open_collectives(groups.meet, device, section=NO_SHARED_MEMORY)
+        super().__init__(section, self.meet.rank)
+        self._groups = groups
+        self.meet.name_places({number: f"group {number}" for number in range(self.num_groups)})
+        self.opened = [self.meet]
+        self._schedule = MeetingSchedule(section.steps, section.fragments, section.delay)
+        self._meeting = Meeting(self.meet, mean_of(self.meet, section.bits), self._optimizer)
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """All groups begin with the values of the first one."""
+        for tensor in self._values_beside():
+            values = tensor.detach().cpu().contiguous()
+            if values.numel():
+                self.meet.broadcast(values.view(-1).view(torch.uint8))
+                tensor.detach().copy_(values)
+        everything = range(len(self._fragments))
+        for number in everything:
+            fragment = self._fragments[number]
+            fragment.outer[: fragment.numel] = self._read(number)
+            self.meet.broadcast(fragment.outer)
+        if self.number:
+            self._write(everything, mix=0.0)
+
+    # -- after each step --------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def advance(self, weight: float) -> None:
+        step = self._counters.global_steps
+        for fragment in self._fragments:
+            fragment.weight += weight
+        starts, due = self._schedule.starts(step), self._schedule.due(step)
+        if self._section.delay and due:
+            self._write(due, self._section.mix)
+        for number in starts:
+            fragment = self._fragments[number]
+            fragment.start(self._read(number), self._meeting, self._run)
+        if due and not self._section.delay:
+            self._write(due, self._section.mix)
+
+    def _run(self, job: Callable[[], None]) -> Job:
+        if self._section.delay:
+            return _threads.add(id(self), job)
+        job()  # nothing is computed meanwhile
+        return DONE
+
+    # -- checkpoints ------------------------------------------------------------------------------------
+
+    def save(self, folder: str | Path, save: Callable[[str | Path], Result]) -> Result:
+        from .checkpoint.groups import save_in_turn
+
+        self._settle()
+        return save_in_turn(self.meet, folder, save)
+
+    def load(
+        self,
+        folder: str | Path,
+        tag: str | None,
+        load: Callable[[str | Path, str | None], Result],
+        *,
+        falls_back: bool,
+    ) -> Result:
+        """Raises UsageError: the groups have loaded different steps."""
+        from .checkpoint.groups import check_steps, choose
+
+        self._settle()
+        own = self._engine.sharded.collectives
+        folder, tag, is_new = choose(self.meet, own, folder, tag, falls_back=falls_back)
+        result = load(folder, tag)
+        if tag is not None:
+            check_steps(self.meet, self._counters.global_steps)
+            if is_new:
+                self._write(range(len(self._fragments)), mix=0.0)
+        return result
+
+    def of_first(self, value: bool) -> bool:
+        return bool(all_gather_json(self.meet, value, "what group 0 has")[0])
+
     # -- the end ----------------------------------------------------------------------------------------
 
     def _settle(self) -> None:
@@ -334,4 +358,4 @@ def _check(parts: Parts, section: Outer, sizes: Sequence[int]) -> None:
         )
 
 
-__all__ = ["GroupsLoop", "RankGroups", "open_rank_groups"]
+__all__ = ["NO_SHARED_MEMORY", "GroupsLoop", "HeldStates", "RankGroups", "open_rank_groups"]

@@ -209,6 +209,10 @@ class OuterLoop:
         """Bytes of its states on this rank, by kind."""
         return {}
 
+    def calls(self) -> Recovery:
+        """What lets other groups call this one in the message of a step."""
+        return Recovery()
+
     def bind(self, parts: Parts, counters: Counters) -> None:
         """The pieces of the engine."""
         return

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -138,6 +139,22 @@ def open_fake_group(rank: int, world_size: int) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
 
 
+def open_group_beside(
+    store: Any, name: str, rank: int, world_size: int, timeout: timedelta
+) -> dist.ProcessGroup:
+    """Open a group of gloo with processes that are not all in the default group. For all of its ranks.
+
+    Raises RuntimeError: they have not met within `timeout`.
+    """
+    made: dist.ProcessGroup
+    given: Any = name  # torch has a type of its own for names
+    made, _ = dist.distributed_c10d._new_process_group_helper(
+        world_size, rank, [], dist.Backend("gloo"), store, group_name=given, timeout=timeout
+    )
+    dist.distributed_c10d._world.pg_group_ranks[made] = {each: each for each in range(world_size)}
+    return made
+
+
 __all__ = [
     "CALL",
     "AroundCall",
@@ -155,6 +172,7 @@ __all__ = [
     "in_functorch",
     "num_users",
     "open_fake_group",
+    "open_group_beside",
     "outside_of_functorch",
     "outside_of_graphs",
     "set_values",

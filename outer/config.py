@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Protocol, final
 from pydantic import BeforeValidator, Field
 
 from ..utils.schema.section import Report, Section, nested
-from ..utils.schema.values import BelowOne, Count, Natural, Positive, read_whole, shown
+from ..utils.schema.values import BelowOne, Count, Flag, Natural, Positive, read_whole, shown
 
 Bits = Annotated[Literal[32, 8, 4, 2], BeforeValidator(read_whole)]
 
@@ -75,6 +75,20 @@ class Outer(Section):
     bits: Bits = Field(
         32, description="of an element in messages between groups; below 32 errors are fed back"
     )
+    quorum: Count | None = Field(
+        None,
+        description="with recovery.enabled: a meeting is held with so many groups if the others do not come in "
+        "two windows; null: all that live and are not stopped",
+    )
+    window_seconds: Positive = Field(
+        5.0,
+        description="with recovery.enabled: after so long in a meeting a group calls the others, which come "
+        "after the step that they are in",
+    )
+    private_network: Flag = Field(
+        False,
+        description="links between the sites of the hostfile are private, as in a VPN: groups send plain TCP",
+    )
 
     def check_with(self, config: Neighbours, report: Report) -> None:
         """See `Section.check_with`. Names what does not work together, and what is not built."""
@@ -90,6 +104,7 @@ class Outer(Section):
                 self.fragments,
                 f"must be at most outer.steps ({self.steps}): one fragment meets after a step",
             )
+        self._check_recovery(config, report)
         zero, sampling = config.zero_optimization, config.data_efficiency.data_sampling
         refused = {
             "zero_optimization.zero_hpz_partition_size, zero_quantized_weights and _gradients": (
@@ -98,7 +113,6 @@ class Outer(Section):
             ),
             "zero_optimization.shared_parameters": (True, zero.shared_parameters),
             "optimizer.type": (config.optimizer_type, config.optimizer_type.startswith("OneBit")),
-            "recovery.enabled": (True, config.recovery.enabled),
             "elasticity.enabled": (True, config.elasticity.enabled),
             "autotuning.enabled": (True, config.autotuning.enabled),
             "checkpoint.async_save": (True, config.checkpoint.async_save),
@@ -119,6 +133,27 @@ class Outer(Section):
                 report.complain(
                     key, value, "does not work with the section outer; change it, or remove outer"
                 )
+
+    def _check_recovery(self, config: Neighbours, report: Report) -> None:
+        if not config.recovery.enabled:
+            if self.quorum is not None:
+                report.complain(
+                    "outer.quorum",
+                    self.quorum,
+                    "needs recovery.enabled and `xds --recover`; without them all groups meet",
+                )
+            return
+        if self.quorum is not None and self.quorum > self.groups:
+            report.complain(
+                "outer.quorum", self.quorum, f"must be at most outer.groups ({self.groups})"
+            )
+        if self.fragments > 1:
+            report.complain(
+                "outer.fragments",
+                self.fragments,
+                "must be 1 with recovery.enabled: a group that was away takes all outer parameters at once; "
+                "set it to 1, or recovery.enabled to false",
+            )
 
     def complaints(self, world_size: int) -> list[str]:
         """What is wrong with the number of ranks."""

@@ -47,6 +47,8 @@ class Neighbours(Protocol):
     @property
     def watch(self) -> Any: ...
     @property
+    def outer(self) -> Any: ...
+    @property
     def pipeline(self) -> Any: ...
     @property
     def model_ranks(self) -> int: ...
@@ -89,6 +91,10 @@ class Recovery(Section):
             report.complain(
                 "recovery.spare_hosts", self.spare_hosts, "must be 0: spare hosts are not built"
             )
+        if (
+            config.outer is not None
+        ):  # groups lose no steps: they are opened again only between themselves
+            return
         zero = config.zero_optimization
         has_host = zero.offload_optimizer.device != "none" or zero.offload_param.device != "none"
         stages, cut_ranks = config.pipeline.stages, config.model_ranks // config.pipeline.stages

@@ -44,9 +44,10 @@ class Generation:
 
 
 _KIND = TypeAdapter(Generation)
-_ANNOUNCED = TypeAdapter(
-    tuple[int, int]
-)  # the number of the rank's unit, the fewest units that go on
+_STOPPED = f"{PREFIX}/stopped"
+# the number of the rank's unit, the fewest units that go on, whether units train alone
+_ANNOUNCED = TypeAdapter(tuple[int, int, bool])
+_NUMBERS = TypeAdapter(list[int])
 
 
 def _key(number: int) -> str:
@@ -66,12 +67,14 @@ class Lighthouse:
     """Decides who is in a generation. One process of the run has it, which outlives the ranks: the launcher.
 
     units: the ranks of each unit; empty until all ranks can recover. min_units: the fewest that go on.
+    are_alone: no unit waits for another one, which may end or stop.
     """
 
     def __init__(self, store: Store, num_ranks: int) -> None:
         self.generation = Generation(0, ())
         self.units: list[tuple[int, ...]] = []
         self.min_units = 0
+        self.are_alone = False
         self._store, self._num_ranks = store, num_ranks
 
     def is_ready(self) -> bool:
@@ -81,12 +84,12 @@ class Lighthouse:
             found = self._store.read_all_as(_ANNOUNCED, keys)
             if not found:
                 return False
-            numbers = sorted({unit for unit, _ in found})
+            numbers = sorted({unit for unit, *_ in found})
             self.units = [
-                tuple(rank for rank, (unit, _) in enumerate(found) if unit == number)
+                tuple(rank for rank, (unit, *_) in enumerate(found) if unit == number)
                 for number in numbers
             ]
-            self.min_units = found[0][1]
+            _, self.min_units, self.are_alone = found[0]
             self.generation = Generation(0, tuple(numbers))
         return True
 
@@ -102,6 +105,10 @@ class Lighthouse:
         """Begin a generation without `unit`."""
         units = tuple(other for other in self.generation.units if other != unit)
         return self._begin(units, reason)
+
+    def say_stopped(self, units: Sequence[int]) -> None:
+        """These units have stopped ranks, so they do not answer now."""
+        self._store.set(_STOPPED, _NUMBERS.dump_json(sorted(units)).decode())
 
     def admit(self, unit: int, attempts: Mapping[int, int]) -> Generation | None:
         """Begin a generation with the new processes of `unit`, if all are ready to take part; else None.
@@ -144,9 +151,9 @@ class Meeting:
         self._rank, self._units = rank, units
         self.unit = next(number for number, ranks in enumerate(units) if rank in ranks)
 
-    def announce(self, min_units: int) -> None:
-        """This rank can recover from now on. min_units: the fewest units that go on."""
-        text = _ANNOUNCED.dump_json((self.unit, min_units)).decode()
+    def announce(self, min_units: int, *, are_alone: bool = False) -> None:
+        """This rank can recover from now on. See `Lighthouse` for the arguments."""
+        text = _ANNOUNCED.dump_json((self.unit, min_units, are_alone)).decode()
         self._store.set(_ready_key(0, self._rank), text)
 
     def ask_to_join(self, attempt: int) -> None:
@@ -212,8 +219,30 @@ class Meeting:
         return bool(self._raw.check([_key(generation.number + 1)]))
 
 
+@final
+class Presence:
+    """Which units are there, for those that train alone. No method waits."""
+
+    def __init__(self, store: Store, newest: Generation) -> None:
+        """newest: the generation that this process knows."""
+        self._store, self._newest = store, newest
+        self.reasons: dict[int, str] = {}  # why a unit is not there, by its number
+
+    def newest(self) -> Generation:
+        """The newest generation."""
+        while (newer := self._store.read_as(_KIND, _key(self._newest.number + 1))) is not None:
+            gone = set(self._newest.units) - set(newer.units)
+            self.reasons.update(dict.fromkeys(gone, newer.reason))
+            self._newest = newer
+        return self._newest
+
+    def stopped(self) -> frozenset[int]:
+        """The units that do not answer now, because ranks of them are stopped."""
+        return frozenset(self._store.read_as(_NUMBERS, _STOPPED) or ())
+
+
 def _listed(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers))
 
 
-__all__ = ["SHARED_MEMORY", "STATES_PREFIX", "Generation", "Lighthouse", "Meeting"]
+__all__ = ["SHARED_MEMORY", "STATES_PREFIX", "Generation", "Lighthouse", "Meeting", "Presence"]

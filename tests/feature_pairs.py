@@ -117,6 +117,13 @@ FEATURES: dict[str, dict[str, Any]] = {
         }
     },
     "experts": {"expert_parallel": {"enabled": True, "autoep_size": 2}},
+    "outer": {  # with one group the numbers stay
+        "outer": {
+            "groups": 1,
+            "steps": 2,
+            "optimizer": {"type": "SGD", "params": {"lr": 1.0, "momentum": 0.0}},
+        }
+    },
     "exact means": {},
     "generation": {},
     "inference": {},
@@ -175,6 +182,8 @@ MIDDLE = """
 - Two ZeRO stages mean the higher one.
 - fp32 modules are norms, projections, routers and the head of a model that trains in bf16.
 - qwZ, qgZ and hpZ are the parts of ZeRO++: weights in 8 bits, gradients in 4, second shards.
+- outer is tried with one group, which meets with itself: its numbers stay. Several groups have those of
+  [between-sites.md](between-sites.md).
 
 ## Refused
 

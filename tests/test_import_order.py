@@ -170,6 +170,7 @@ ENGINE_FLOORS = (  # rooms of engine/: folders, and files beside them; the lowes
     "model",
     "parallel",
     "dropping packing preemption recovering meeting torch_calls",
+    "living_groups",
     "internals planning",
     "engine",
     "initialize",

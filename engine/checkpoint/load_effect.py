@@ -23,6 +23,7 @@ from ..data.loaders import keeps_position, resume_loader
 from ..parts import Parts
 from .hyperparameters import check_groups
 from .load_plan import LoadOptions, LoadPlan
+from .packing import unpack
 from .random_state import set_random_state
 from .score import Score
 
@@ -57,6 +58,21 @@ def set_engine(
         undo.callback(_restore_fields, parts.loader, dict(vars(parts.loader)))
         with _taking(plan, "data"):
             _set_data(parts.loader, plan)
+
+
+@torch.no_grad()
+def take_state(parts: Parts, counters: Counters, packed: dict[str, Any]) -> None:
+    """Go on where another group of ranks is, by its `save.engine_state`. No tensors change."""
+    saved = {key: unpack(value, str) for key, value in packed.items()}
+    if parts.optimizer is not None and saved["optimizer"] is not None:
+        _set_groups(parts.optimizer, saved["optimizer"]["groups"])
+    load = getattr(parts.scheduler, "load_state_dict", None)
+    if saved["lr_scheduler"] is not None and load is not None:
+        load(saved["lr_scheduler"]["state"])
+    for name in ("global_steps", "skipped_steps", "global_samples", "micro_steps"):
+        setattr(counters, name, saved["counters"][name])
+    if saved["data"] is not None:
+        resume_loader(parts.loader, saved["data"])
 
 
 @contextmanager

@@ -305,6 +305,22 @@ def _engine_state(parts: Parts, counters: Counters, is_accumulating: bool) -> di
     }
 
 
+def engine_state(parts: Parts, counters: Counters) -> dict[str, Any]:
+    """Counters, hyperparameters, schedule and position after a step, as JSON values.
+
+    Raises UsageError: there is a tensor in them.
+    """
+
+    def put(_: Tensor) -> str:
+        raise UsageError(
+            "the state of the schedule or a hyperparameter is a tensor, which a new process of another group "
+            "cannot take; make it a number"
+        )
+
+    state = _engine_state(parts, counters, is_accumulating=False)
+    return {key: pack(value, key, put) for key, value in state.items()}
+
+
 def _warn_of_values(state: dict[str, Any], *, is_first: bool) -> None:
     """Say now what a load will refuse. The values are saved: the weights can be loaded."""
     try:

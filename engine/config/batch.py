@@ -60,7 +60,8 @@ def batch_of(config: Any, world_size: int) -> tuple[list[str], dict[str, int]]:
     complaints = [*complaints, *_wrong_micro_batches(config.pipeline, steps)]
     complaints += _wrong_shard_groups(config.zero_optimization, mesh)
     complaints += _wrong_expert_ranks(config.expert_parallel, mesh.size // mesh.pipe)
-    complaints += config.recovery.complaints(config.zero_optimization, mesh)
+    if config.outer is None:  # else a group is a unit
+        complaints += config.recovery.complaints(config.zero_optimization, mesh)
     wanted = config.data_parallel_size
     if wanted is not None and wanted != data_ranks:
         complaints.append(

@@ -223,10 +223,12 @@ def resolve_together(
     device: torch.device,
     *,
     needs_section: bool,
+    num_groups: int = 1,
 ) -> Config:
     """`config.resolve` for the ranks of the group. A collective: compare all settings of all ranks.
 
     Args:
+        num_groups: the run has so many groups like this one.
         optimizer: the one that the script passes, if any. Its class and hyperparameters are compared as well.
         needs_section: the config must have a section `optimizer`. A frozen model (a teacher) needs none.
     Sends: 16 bytes to each rank, the first message of the engine; if the hashes differ, all settings.
@@ -238,7 +240,7 @@ def resolve_together(
     # another rank may have another config, which is then the cause of a complaint
     complaints = [_NO_OPTIMIZER] if needs_section and config.optimizer is None else []
     try:
-        config = config.resolve(group.size())
+        config = config.resolve(num_groups * group.size())
     except ConfigError as error:
         complaints += error.complaints
     by_rank = _unless_same(dict([*_of_config(config), *_of_optimizer(optimizer)]), group, device)

@@ -75,13 +75,21 @@ def num_sites() -> int:
     return int(os.environ.get("XDS_SITES", "1"))
 
 
+def num_launched() -> int | None:
+    """The ranks that a launcher has described; None: none has. The same on all ranks."""
+    found = os.environ.get("WORLD_SIZE", "")
+    return int(found) if found else None
+
+
 def is_launched() -> bool:
     """There may be other ranks: the process group exists, or a launcher has described it."""
     return dist.is_initialized() or all(key in os.environ for key in LAUNCHER_KEYS)
 
 
-def join(device: torch.device) -> dist.ProcessGroup:
+def join(device: torch.device, num_sets: int = 1) -> dist.ProcessGroup:
     """The default process group; created from the launcher's environment if it does not exist.
+
+    num_sets: so many equal sets of consecutive ranks each have a default group of their own.
 
     - If srun or mpirun started one process per rank, their variables are read. Without a launcher's
       environment the group has one rank.
@@ -100,7 +108,9 @@ def join(device: torch.device) -> dist.ProcessGroup:
         if backend != "mpi":
             fill(os.environ)
         present = [key for key in LAUNCHER_KEYS if key in os.environ]
-        if joins() is not None:
+        if num_sets > 1:
+            _start_set(backend, device, num_sets, timeout)
+        elif joins() is not None:
             # the others train: nothing is sent until this rank has its place
             open_fake_group(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
         elif backend == "mpi":
@@ -121,6 +131,28 @@ def join(device: torch.device) -> dist.ProcessGroup:
     group = dist.group.WORLD
     assert group is not None
     return group
+
+
+def _start_set(backend: str, device: torch.device, num_sets: int, timeout: timedelta) -> None:
+    """Create the group of one of `num_sets` sets of ranks. New processes of a set have another name for it."""
+    found = joins()
+    num_ranks = int(os.environ["WORLD_SIZE"]) // num_sets
+    number, rank = divmod(int(os.environ["RANK"]), num_ranks)
+    # the launcher numbers new processes in the order of their ranks
+    name = f"set{number}/{0 if found is None else found.attempt - rank}"
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    with _meeting(timeout.total_seconds()):
+        base = dist.TCPStore(host, port, is_master=False, wait_for_workers=False)  # type: ignore[attr-defined]
+        store = dist.PrefixStore(name, base)  # type: ignore[attr-defined]
+        start_group(
+            backend,
+            device,
+            num_ranks,
+            store=store,
+            rank=rank,
+            world_size=num_ranks,
+            timeout=timeout,
+        )
 
 
 @contextlib.contextmanager

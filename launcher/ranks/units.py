@@ -67,6 +67,7 @@ class Units(threading.Thread):
         self._ended: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
         self._lost: set[int] = set()  # ranks without which the run goes on
         self._stopped: dict[int, float] = {}  # by rank: for how long it has been stopped
+        self._told_stopped: set[int] = set()  # units: what the ranks were told
         self._spares: list[subprocess.Popen[bytes]] = []
         # by rank: the number of its new process, which is no part yet
         self._joining: dict[int, int] = {}
@@ -117,8 +118,11 @@ class Units(threading.Thread):
                     self._lose(rank, lighthouse)
                 if code and rank not in self._lost:
                     self._note_failure(rank, process.pid, code)
+                if not code and lighthouse.are_alone:
+                    self._end_unit(lighthouse.unit_of(rank), lighthouse)
+            lighthouse.is_ready()
             before, now = now, time.monotonic()
-            self._look_for_stopped(min(now - before, _MOST_SECONDS))
+            self._look_for_stopped(min(now - before, _MOST_SECONDS), lighthouse)
             self._admit(lighthouse)
         self._end_spares()
         for path in Path(SHARED_MEMORY).glob(f"{STATES_PREFIX}{os.getpid()}-*"):
@@ -264,7 +268,9 @@ class Units(threading.Thread):
         former = lighthouse.generation.units
         left = lighthouse.ranks_in([other for other in former if other != unit])
         has_ended = any(other not in self._running for other in left)
-        if unit not in former or has_ended or len(former) - 1 < lighthouse.min_units:
+        if has_ended and not lighthouse.are_alone:
+            return False
+        if unit not in former or len(former) - 1 < lighthouse.min_units:
             return False
         if not any(self._has_states(other, lighthouse) for other in former if other != unit):
             self._tell(f"{ending}; no other rank has the states yet, so the run ends")
@@ -274,6 +280,13 @@ class Units(threading.Thread):
         numbers = ", ".join(map(str, left))
         self._tell(f"{ending}; ranks {numbers} go on (generation {generation.number})")
         return True
+
+    def _end_unit(self, unit: int, lighthouse: Lighthouse) -> None:
+        """If all ranks of a unit that trains alone have ended well, the others do not wait for it."""
+        ranks = lighthouse.units[unit]
+        is_over = not any(rank in self._running for rank in ranks)
+        if is_over and unit in lighthouse.generation.units and len(lighthouse.generation.units) > 1:
+            lighthouse.lose(unit, "it has ended its script")
 
     def _has_states(self, unit: int, lighthouse: Lighthouse) -> bool:
         """Its processes have trained, or have copied the states of others."""
@@ -290,16 +303,25 @@ class Units(threading.Thread):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGTERM)
 
-    def _look_for_stopped(self, seconds: float) -> None:
-        """Kill ranks that are stopped while others run: a collective waits for them, and they could wake."""
+    def _look_for_stopped(self, seconds: float, lighthouse: Lighthouse) -> None:
+        """Kill ranks that are stopped while others run: a collective waits for them, and they could wake.
+
+        Units that train alone are only told of it.
+        """
         stopped = [rank for rank, process in self._running.items() if _is_stopped(process.pid)]
         if len(stopped) == len(self._running):  # somebody has stopped the whole run
             stopped = []
         self._stopped = {rank: self._stopped.get(rank, 0.0) + seconds for rank in stopped}
-        for rank, waited_seconds in self._stopped.items():
-            if waited_seconds > STOPPED_SECONDS:
-                with contextlib.suppress(ProcessLookupError):
-                    self._running[rank].send_signal(signal.SIGKILL)
+        lost = [rank for rank, waited in self._stopped.items() if waited > STOPPED_SECONDS]
+        if lighthouse.are_alone:
+            units = {lighthouse.unit_of(rank) for rank in lost}
+            if units != self._told_stopped:
+                self._told_stopped = units
+                lighthouse.say_stopped(sorted(units))
+            return
+        for rank in lost:
+            with contextlib.suppress(ProcessLookupError):
+                self._running[rank].send_signal(signal.SIGKILL)
 
     def _note_failure(self, rank: int, pid: int, code: int) -> None:
         from torch.distributed.elastic.multiprocessing.errors import ProcessFailure

@@ -56,9 +56,15 @@ class Store:
 
     def set(self, name: str, text: str) -> None:
         """Write a message, in place of an earlier one of this name."""
-        if self._key:
-            text = seal(self._key, self._full(name), f"{self._rank} {time.monotonic_ns()} {text}")
-        self._store.set(name, text)
+        self._store.set(name, self._sealed(name, text))
+
+    def set_first(self, name: str, text: str) -> None:
+        """Write a message, unless there is one of this name. Of several writers one is the first."""
+        self._store.compare_set(name, "", self._sealed(name, text))
+
+    def has_all(self, names: list[str]) -> bool:
+        """There are messages of all these names, valid or not."""
+        return bool(self._store.check(names))
 
     def read(self, name: str) -> str | None:
         """The message; None where there is none, or one that is not valid. Does not wait."""
@@ -86,6 +92,11 @@ class Store:
 
     def delete(self, name: str) -> None:
         self._store.delete_key(name)
+
+    def _sealed(self, name: str, text: str) -> str:
+        if not self._key:
+            return text
+        return seal(self._key, self._full(name), f"{self._rank} {time.monotonic_ns()} {text}")
 
     def _full(self, name: str) -> str:
         return f"{self._group} {name}"

@@ -35,6 +35,7 @@ LENGTH = {
 }
 # keys without which a value other than the default is refused, or is not what a config has in the end
 BESIDE: dict[str, dict[str, Any]] = {
+    "outer.quorum": {"recovery": {"enabled": True}},
     "curriculum_learning.enabled": {
         "curriculum_learning": {
             "min_difficulty": 8,
@@ -123,6 +124,7 @@ SPECIAL: dict[str, tuple[list[Any], list[Any]]] = {
         ["linear", "SQRT", "none"],
         ["cubic", 3, True],
     ),
+    "outer.quorum": ([1, 2, None], [0, 1.5, True, "1"]),
     "data_types.param_dtype": (["fp32"], ["bf16", "int8", True]),
     "data_types.keep_in_fp32_modules": (
         [["auto", "norm"], [], ["*.gate"]],

@@ -23,6 +23,7 @@ from xds.outer.schedule import MeetingSchedule, fragment_of
 
 SGD = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.5}}
 ADAM = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.0}}
+RECOVERY = {"recovery": {"enabled": True}}
 MEAN = {"steps": 1, "optimizer": {"type": "SGD", "params": {"lr": 1.0, "momentum": 0.0}}}
 Found = tuple[list[float], dict[str, Tensor], dict[str, int], int]
 
@@ -88,7 +89,7 @@ def test_a_group_is_never_in_two_sites(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def groups(number: int | None) -> None:
-        outer = None if number is None else {"groups": number}
+        outer = None if number is None else {"groups": number, "private_network": True}
         xds.initialize(build("plain"), config_of(outer, 1, ADAM)).destroy()
 
     monkeypatch.setenv("XDS_SITES", "2")
@@ -97,6 +98,8 @@ def test_a_group_is_never_in_two_sites(
         AssertionError, match="the hostfile has 2 sites, and a group would have ranks"
     ):
         run_ranks(groups, 1, 1)
+    with pytest.raises(AssertionError, match="groups send plain TCP, which others on the way can"):
+        run_ranks(train, 2, {"groups": 2}, 1, 1)
     run_ranks(groups, 2, None)
     assert caplog.text.count("add outer with groups = 2") == 1
 
@@ -273,6 +276,10 @@ def test_sizes_count_all_groups() -> None:
         ({"bits": 16}, {}, "outer.bits = 16: must be"),
         ({}, {"checkpoint": {"async_save": True}}, "does not work with the section outer"),
         ({}, {"elasticity": {"enabled": True}}, "does not work with the section outer"),
+        ({"quorum": 1}, {}, "outer.quorum = 1: needs recovery.enabled and `xds --recover`"),
+        ({"quorum": 3}, RECOVERY, "outer.quorum = 3: must be at most outer.groups (2)"),
+        ({"fragments": 2}, RECOVERY, "outer.fragments = 2: must be 1 with recovery.enabled"),
+        ({"groups": 3}, RECOVERY, "outer.groups = 3: must divide the number of ranks (4)"),
     ],
 )
 def test_what_does_not_work_is_refused(

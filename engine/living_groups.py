@@ -1,0 +1,585 @@
+"""Groups of ranks that meet as long as they live: one that dies, stops or is late is left out, and comes back.
+
+    group 0   steps ── meeting 3: 0 1 2 ── steps ── meeting 4: 0 2 ── steps ── meeting 5: 0 1 2
+    group 1   steps ── meeting 3        ── killed   new processes ── waits ──> takes the outer parameters
+    group 2   steps ── meeting 3        ── steps ── meeting 4 ...
+
+Each group is a default group of torch of its own, so what happens in one touches no message of another one. In
+a meeting equal ranks of its groups open a group, which stays as long as the same groups meet. All ranks of a
+try keep what they have until it counts: see outer/rounds.py.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..ops.comm.backend import SingleRank, set_timeout
+from ..ops.comm.collectives import Collectives
+from ..ops.comm.exchange import all_gather_json
+from ..ops.comm.message_log import Traffic
+from ..ops.comm.opening import open_collectives
+from ..ops.comm.threads import OrderedThreads
+from ..ops.torch_internals import open_group_beside
+from ..ops.watch.store import Store
+from ..outer.config import Outer
+from ..outer.fragment import DONE, Fragment, Job
+from ..outer.mean import mean_of, padded_numel
+from ..outer.rounds import Patience, Rounds, Try, changes
+from ..recovery.generations import Generation, Presence
+from ..recovery.generations import Meeting as Generations
+from ..utils.errors import PeerError, UsageError, XdsError
+from ..utils.version import __version__
+from ..zero.core.reduction import StepStatus
+from .config.config import Config
+from .counters import Counters
+from .meeting import NO_SHARED_MEMORY, HeldStates, check_sites
+from .parts import Parts, Recovery
+from .process.process import joins, timeout_seconds
+
+log = logging.getLogger("xds")
+LIGHTHOUSE = "XDS_LIGHTHOUSE"  # host:port of the launcher's store
+CPU = torch.device("cpu")
+LOOK_SECONDS = 0.1  # between two looks of a group's first rank, whether others call it
+CONNECT_SECONDS = 10.0  # of the ranks of a try
+NONE_YET = -1  # the meeting whose outer parameters a new group has
+Result = TypeVar("Result")
+_threads = OrderedThreads("xds-outer")
+
+
+@final
+@dataclass
+class _Column:
+    """The equal ranks of the groups of the last meeting that this rank was in."""
+
+    trial: Try
+    meet: Collectives
+
+
+@final
+@dataclass
+class _Meeting:
+    """A meeting that this group comes to. trial: how it has gone; None: it goes on."""
+
+    grad: Tensor
+    weight: float
+    told: dict[str, Any]
+    buffers: list[Tensor]
+    job: Job = DONE
+    steps: int = 0  # since its start
+    trial: Try | None = None
+    seconds: float = 0.0  # after the first try that was dropped
+    taken: Any = None  # what the group with the newest outer parameters has told
+
+
+@final
+class _Found:
+    """What a try has found on this rank, until it counts."""
+
+    def __init__(self, fragment: Fragment, grad: Tensor, num_groups: int) -> None:
+        numel, size = fragment.numel, padded_numel(fragment.numel, num_groups)
+        self.grad, self.error = torch.zeros(size), None
+        self.grad[:numel] = grad
+        if fragment.error is not None:
+            self.error = torch.zeros(size)
+            self.error[:numel] = fragment.error[:numel]
+        self.outer, self.momentum = fragment.outer, fragment.momentum
+        self.told: Any = None
+
+    def keep(self, fragment: Fragment) -> None:
+        """The try counts."""
+        numel = fragment.numel
+        fragment.outer, fragment.momentum = self.outer, self.momentum
+        if fragment.error is not None and self.error is not None:
+            fragment.error[:numel] = self.error[:numel]
+
+
+@final
+class LivingGroups(HeldStates):
+    """The meetings of one engine whose groups may come and go. There is one fragment."""
+
+    def __init__(self, config: Config, world: dist.ProcessGroup, device: torch.device) -> None:
+        """world: the ranks of this group. Raises UsageError: there are no such groups."""
+        section = config.outer
+        assert section is not None
+        total = int(os.environ["WORLD_SIZE"])
+        self._num_ranks = total // section.groups
+        check_place(section, world, self._num_ranks, device)
+        number, self._rank = divmod(int(os.environ["RANK"]), self._num_ranks)
+        super().__init__(section, number)
+        units = [
+            tuple(range(first, first + self._num_ranks))
+            for first in range(0, total, self._num_ranks)
+        ]
+        self._joins = joins()
+        first = 0 if self._joins is None else self._joins.generation + 1
+        self._base = _connection()  # of groups
+        messages = Store(_connection(), "outer", int(os.environ["RANK"]))
+        everyone = Generation(0, tuple(range(section.groups)))
+        presence = Presence(Store(_connection(), "recovery", int(os.environ["RANK"])), everyone)
+        self._generations = Generations(_connection(), "recovery", int(os.environ["RANK"]), units)
+        self._store, self._presence = messages, presence
+        patience = Patience(section.quorum, section.window_seconds, timeout_seconds())
+        place = (number, self._rank, self._num_ranks)
+        self._rounds = Rounds(messages, presence, patience, place, first)
+        self._min_units = config.recovery.min_units
+        settings = json.dumps(config.as_dict(), sort_keys=True, default=str)
+        self._digest = zlib.crc32(f"{torch.__version__} {__version__} {settings}".encode())
+        counted = Collectives(SingleRank(CPU))  # the bytes to all groups, whichever are there
+        counted.traffic = Traffic(section.groups)
+        self.opened = [counted]
+        self._column: _Column | None = None
+        self._next = 1  # the number of the next meeting
+        self._version = NONE_YET  # the meeting that the outer parameters are of
+        self._members: tuple[int, ...] = everyone.units  # of the last meeting
+        self._clock = 0  # steps since the last meeting
+        self._now: _Meeting | None = None
+        self._num_loads = 0
+        self._has_trained = False
+        self._looked_seconds = 0.0
+        self._is_called = False
+
+    def calls(self) -> Recovery:
+        return CalledGroups(self)
+
+    # -- the start --------------------------------------------------------------------------------------
+
+    def bind(self, parts: Parts, counters: Counters) -> None:
+        super().bind(parts, counters)
+        if len(list(self._values_beside())) > len(list(parts.module.buffers())):
+            raise UsageError(
+                "outer with recovery.enabled, and parameters that are not trained: a new group would not get "
+                "them; train all parameters, or set recovery.enabled to false"
+            )
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """All groups begin with the values of the first one, and a new one with those of the next meeting."""
+        self._told()  # raises what a state of the script's schedule cannot be
+        if self._joins is not None:
+            self._join()
+            return
+        everyone = Try(0, 0, self._members)
+        column = self._open(everyone)
+        digests = column.meet.gather_small(torch.tensor([self._digest]), what="configs").view(-1)
+        if len(set(digests.tolist())) > 1:
+            raise UsageError(
+                "outer with recovery.enabled: groups have different configs, or versions of xds or torch: "
+                "start all of them with the same"
+            )
+        for tensor in self._engine.module.buffers():
+            _broadcast(column.meet, tensor, 0)
+        fragment = self._fragments[0]
+        fragment.outer[: fragment.numel] = self._read(0)
+        column.meet.broadcast(fragment.outer)
+        if self.number:
+            self._write([0], mix=0.0)
+        self._version = 0
+        column.meet.barrier()
+        if not self.number and not self._rank:
+            self._store.set("digest", str(self._digest))
+        self._generations.announce(self._min_units, are_alone=True)
+
+    def _join(self) -> None:
+        """Take the place of a group that is lost."""
+        assert self._joins is not None
+        if self._store.read("digest") != str(self._digest):
+            raise UsageError(
+                f"group {self.number} cannot come back: its config, or its version of xds or torch, differs "
+                "from that of the groups that train; start the run again"
+            )
+        if not self._rank:
+            self._next = self._rounds.begin_anew()
+        self._engine.sharded.collectives.barrier()
+        self._generations.ask_to_join(self._joins.attempt)
+        self._generations.next_after(self._joins.generation, timeout_seconds(), is_new=True)
+        while self._version == NONE_YET:
+            self._start()
+            self._finish(mix=0.0)
+        self._clock = 0
+        self._generations.say_joined(self._joins.attempt)
+        self._engine.report.has_joined()
+
+    # -- after each step --------------------------------------------------------------------------------
+
+    @property
+    def is_called(self) -> bool:
+        """The other groups wait for this one. What its first rank says in the message of a step."""
+        if self._rank or time.monotonic() - self._looked_seconds < LOOK_SECONDS:
+            return False
+        self._looked_seconds = time.monotonic()
+        return self._now is None and self._rounds.is_called(self._next)
+
+    def agree(self, is_called: bool) -> None:
+        """What the ranks of this group said."""
+        self._is_called |= is_called
+
+    @torch.no_grad()
+    def advance(self, weight: float) -> None:
+        self._has_trained = True
+        self._fragments[0].weight += weight
+        self._clock += 1
+        now, section = self._now, self._section
+        if now is not None:
+            now.steps += 1
+            if now.steps >= section.delay:
+                self._finish(section.mix)
+        if self._clock >= section.steps or self._is_called:
+            self._is_called = False
+            if self._now is None:
+                self._start()
+                if not section.delay:
+                    self._finish(section.mix)
+
+    def _start(self) -> None:
+        """Come to the next meeting."""
+        fragment, is_new = self._fragments[0], self._version == NONE_YET
+        grad = torch.zeros(fragment.numel)
+        if not is_new:
+            torch.sub(fragment.outer[: fragment.numel], self._read(0), out=grad)
+        if not torch.isfinite(grad.sum()):
+            raise XdsError(
+                f"the parameters of group {self.number} are not finite: load the last checkpoint, and lower "
+                "the learning rate or set gradient_clipping"
+            )
+        weight, fragment.weight, self._clock = fragment.weight, 0.0, 0
+        buffers = [buffer.detach().to(CPU, copy=True) for buffer in self._engine.module.buffers()]
+        now = self._now = _Meeting(grad, weight, self._told(), buffers)
+        if self._section.delay and not is_new:
+            now.job = _threads.add(id(self), lambda: self._hold(now))
+        else:
+            self._hold(now)
+
+    def _finish(self, mix: float) -> None:
+        """Take what the meeting has found."""
+        now, self._now = self._now, None
+        assert now is not None
+        now.job.join()
+        assert now.trial is not None
+        trial, fragment = now.trial, self._fragments[0]
+        if not trial.groups:
+            self._next = trial.number
+            fragment.weight += now.weight
+            return
+        if now.taken is not None:
+            self._take(now)
+        self._next, self._version = trial.number + 1, trial.number
+        self._write([0], mix)
+        self._report(trial, now.seconds)
+
+    def _report(self, trial: Try, seconds: float) -> None:
+        gone, back = changes(self._members, trial.groups)
+        self._members = trial.groups
+        groups, living = ", ".join(map(str, trial.groups)), self._presence.newest().units
+        lost = self._presence.reasons
+        texts = [
+            f"group {group} is {'late or stopped' if group in living else f'gone ({lost[group]})'}"
+            for group in gone
+        ]
+        texts += [f"group {group} is there again" for group in back]
+        for text in texts:
+            reason = f"{text}: groups {groups} have held meeting {trial.number}"
+            if not self._rank and self.number == trial.groups[0]:
+                log.warning("%s, %.2f s later", reason, seconds)
+            self._engine.report.recovered(reason, {"stall": round(seconds, 6)})
+
+    # -- a meeting, possibly in the background ------------------------------------------------------------
+
+    @torch.no_grad()
+    def _hold(self, now: _Meeting) -> None:
+        """Take part in the next meeting, as often as it is tried."""
+        number, begun_seconds = self._next, 0.0
+        while True:
+            trial = self._rounds.seek(number, is_new=self._version == NONE_YET)
+            if not trial.groups:
+                now.trial = trial
+                return
+            found = self._try(trial, now)
+            if self._rounds.conclude(trial, is_done=found is not None):
+                assert found is not None
+                found.keep(self._fragments[0])
+                fragment = self._fragments[0]
+                numel, momentum = fragment.numel, fragment.momentum
+                self._optimizer.step(
+                    fragment.outer[:numel],
+                    None if momentum is None else momentum[:numel],
+                    found.grad[:numel],
+                )
+                now.taken, now.trial = found.told, trial
+                now.seconds = time.monotonic() - begun_seconds if begun_seconds else 0.0
+                return
+            begun_seconds = begun_seconds or time.monotonic()
+            self._close()
+
+    def _try(self, trial: Try, now: _Meeting) -> _Found | None:
+        """The mean over the groups of a try. None: a group does not take part after all."""
+        try:
+            column = self._column_of(trial)
+            with self._leaving_if_one_is_lost(trial, column.meet):
+                return self._mean(trial, now, column.meet)
+        except PeerError:
+            return None
+
+    def _mean(self, trial: Try, now: _Meeting, meet: Collectives) -> _Found:
+        """Send 16 bytes, the mean, and what groups lack that have missed meetings."""
+        mine = torch.tensor([now.weight, self._version], dtype=torch.float64)
+        table = meet.gather_small(mine, what="weights of groups")
+        weights, versions = table[:, 0], table[:, 1].tolist()
+        newest = max(versions)
+        if newest == NONE_YET:
+            raise UsageError(
+                "all groups that have trained are lost: start the run again from its last checkpoint"
+            )
+        source, found = (
+            versions.index(newest),
+            _Found(self._fragments[0], now.grad, len(trial.groups)),
+        )
+        if min(versions) < newest:
+            is_behind = self._version < newest
+            found.outer = _sent(meet, found.outer, source, takes=is_behind)
+            if found.momentum is not None:
+                found.momentum = _sent(meet, found.momentum, source, takes=is_behind)
+        if min(versions) == NONE_YET:
+            every = all_gather_json(meet, now.told, "the state of groups")
+            for buffer in now.buffers:
+                _broadcast(meet, buffer, source)
+            if self._version == NONE_YET:
+                found.told = every[source]
+        total = float(weights.sum())
+        if total and len(trial.groups) > 1:
+            mean_of(meet, self._section.bits).of(found.grad, found.error, now.weight / total)
+        elif not total:
+            found.grad.zero_()
+        return found
+
+    def _column_of(self, trial: Try) -> _Column:
+        """The equal ranks of its groups. All of them know alike whether they have it open."""
+        last = self._column
+        if last is not None and not trial.attempt:
+            is_next = last.trial.number == trial.number - 1
+            same = (last.trial.groups, last.trial.generation)
+            if is_next and same == (trial.groups, trial.generation):
+                last.trial = trial
+                return last
+        self._close()
+        return self._open(trial)
+
+    def _open(self, trial: Try) -> _Column:
+        """Raises PeerError: a rank is not there."""
+        group, places = None, {rank: f"group {number}" for rank, number in enumerate(trial.groups)}
+        name = f"outer/{trial.number}/{trial.attempt}/{self._rank}"
+        if len(trial.groups) > 1:
+            seconds = CONNECT_SECONDS if trial.number else timeout_seconds()
+            try:
+                group = open_group_beside(
+                    self._base,
+                    name,
+                    trial.groups.index(self.number),
+                    len(trial.groups),
+                    timedelta(seconds=seconds),
+                )
+            except RuntimeError as error:
+                raise PeerError(f"meeting {trial.number}: {error}") from error
+            set_timeout(group, timedelta(seconds=timeout_seconds()))
+        meet = open_collectives(group, CPU, section=NO_SHARED_MEMORY)
+        meet.name_places(places)
+        meet.watch.recovers = True
+        meet.traffic = self.opened[0].traffic
+        self._column = _Column(trial, meet)
+        return self._column
+
+    def _close(self) -> None:
+        column, self._column = self._column, None
+        if column is not None and column.meet.group is not None:
+            with suppress(RuntimeError):
+                column.meet.leave()
+                dist.destroy_process_group(column.meet.group)
+
+    @contextmanager
+    def _leaving_if_one_is_lost(self, trial: Try, meet: Collectives) -> Iterator[None]:
+        """Inside, fail the waits of this rank when a group of the try has ended or stopped."""
+        is_over = threading.Event()
+
+        def look() -> None:
+            while not is_over.wait(LOOK_SECONDS):
+                with suppress(RuntimeError):
+                    if self._rounds.lacks(trial):
+                        meet.leave()
+                        return
+
+        watcher = threading.Thread(target=look, daemon=True, name="xds-outer-watch")
+        if len(trial.groups) > 1:
+            watcher.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            if watcher.ident is not None:
+                watcher.join()
+
+    # -- what a new group takes beside outer parameters ---------------------------------------------------
+
+    def _told(self) -> dict[str, Any]:
+        """Counters, schedule and position of this group, as JSON values."""
+        from .checkpoint.save import engine_state
+
+        return engine_state(self._engine, self._counters)
+
+    def _take(self, now: _Meeting) -> None:
+        """Take those of another group. The optimizer's states start anew."""
+        from .checkpoint.load_effect import take_state
+
+        take_state(self._engine, self._counters, now.taken)
+        for buffer, values in zip(self._engine.module.buffers(), now.buffers, strict=True):
+            buffer.detach().copy_(values)
+
+    # -- checkpoints ------------------------------------------------------------------------------------
+
+    def save(self, folder: str | Path, save: Callable[[str | Path], Result]) -> Result:
+        """The first group that lives saves, and waits for nobody. The others return None."""
+        own = self._engine.sharded.collectives
+        is_first = self.number == min(self._presence.newest().units, default=self.number)
+        if not all_gather_json(own, is_first, "who saves")[0]:
+            nothing: Any = None
+            return nothing  # type: ignore[no-any-return]
+        if self._now is not None:
+            self._finish(self._section.mix)
+        return save(folder)
+
+    def load(
+        self,
+        folder: str | Path,
+        tag: str | None,
+        load: Callable[[str | Path, str | None], Result],
+        *,
+        falls_back: bool,
+    ) -> Result:
+        """A group that came back has newer states, and reads nothing. Raises UsageError: it has trained."""
+        from .checkpoint.load import find_tag
+
+        if self._has_trained:
+            raise UsageError(
+                "load_checkpoint() after a step, with outer and recovery.enabled: other groups go on "
+                "meanwhile; load before the first step, or start the run again"
+            )
+        if self._joins is not None:
+            log.info(
+                "load_checkpoint: this group has the states of the others, so nothing is loaded"
+            )
+            nothing: Any = (None, None)
+            return nothing  # type: ignore[no-any-return]
+        own = self._engine.sharded.collectives
+        chosen = tag
+        if not self.number:
+            chosen = find_tag(own, folder, tag, falls_back=falls_back)
+        chosen = self._of_first(own, chosen)
+        result = load(folder, chosen)
+        if chosen is not None and self.number:
+            self._write([0], mix=0.0)
+            self._fragments[0].weight = 0.0
+        return result
+
+    def of_first(self, value: bool) -> bool:
+        return bool(self._of_first(self._engine.sharded.collectives, value))
+
+    def _of_first(self, own: Collectives, value: Any) -> Any:
+        """What the first rank of group 0 says. For all ranks of all groups, before the first step."""
+        if self._joins is not None:
+            return value
+        self._num_loads += 1
+        key, found = f"load/{self._num_loads}", None
+        if not self._rank and not self.number:
+            self._store.set(key, json.dumps([value]))
+        deadline = time.monotonic() + timeout_seconds()
+        while not self._rank and (found := self._store.read(key)) is None:
+            if time.monotonic() > deadline:
+                found = ""  # raised below, on all ranks of the group
+                break
+            time.sleep(LOOK_SECONDS / 10)
+        found = all_gather_json(own, found, "what group 0 says")[0]
+        if not found:
+            raise PeerError("load_checkpoint: group 0 does not answer; start the run again")
+        return json.loads(found)[0]
+
+    # -- the end ----------------------------------------------------------------------------------------
+
+    def end(self) -> None:
+        if self._now is not None:
+            with suppress(XdsError):
+                self._now.job.join()
+            self._now = None
+        self._close()
+        self._fragments, self._parts = [], []
+
+
+@final
+class CalledGroups(Recovery):
+    """Lets the ranks of a group agree in the message of a step whether other groups call them."""
+
+    def __init__(self, groups: LivingGroups) -> None:
+        self._groups = groups
+
+    @property
+    def must_regroup(self) -> bool:  # type: ignore[override]
+        return self._groups.is_called
+
+    def agree(self, status: StepStatus) -> None:
+        self._groups.agree(status.regroups)
+
+
+def _connection() -> Any:
+    host, _, port = os.environ[LIGHTHOUSE].rpartition(":")
+    return dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False)  # type: ignore[attr-defined]
+
+
+def _sent(meet: Collectives, tensor: Tensor, source: int, *, takes: bool) -> Tensor:
+    """`tensor` of `source`. takes: this rank takes it; else it gives what it has, or drops what comes."""
+    values = torch.empty_like(tensor) if meet.rank != source else tensor
+    meet.broadcast(values, source)
+    return values if takes else tensor
+
+
+def _broadcast(meet: Collectives, tensor: Tensor, source: int) -> None:
+    """Overwrite `tensor` by that of `source`."""
+    values = tensor.detach().cpu().contiguous()
+    if values.numel():
+        meet.broadcast(values.view(-1).view(torch.uint8), source)
+        tensor.detach().copy_(values)
+
+
+def check_place(
+    section: Outer, world: dist.ProcessGroup, num_ranks: int, device: torch.device
+) -> None:
+    """Raises UsageError: groups cannot come and go here."""
+    check_sites(section)
+    if LIGHTHOUSE not in os.environ:
+        raise UsageError(
+            "recovery.enabled: the launcher has to keep the other groups when one fails: start the script with "
+            "`xds --recover train.py`, or set recovery.enabled to false"
+        )
+    if device.type != "cpu":
+        raise UsageError(
+            f"outer with recovery.enabled on {device.type}: it is built for CPUs; set recovery.enabled to false"
+        )
+    if world is not dist.group.WORLD or world.size() != num_ranks:
+        raise UsageError(
+            "outer with recovery.enabled: each group is a default group of torch of its own: leave group= out, "
+            "and let xds.initialize start torch.distributed; or set recovery.enabled to false"
+        )
+
+
+__all__ = ["CalledGroups", "LivingGroups", "check_place"]
