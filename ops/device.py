@@ -7,9 +7,9 @@ A kind is a row of `KINDS`: its collectives, the variable that hides devices, an
 torch registers under another name (PrivateUse1) needs no row if its answers are the defaults of `Kind`. What
 torch.accelerator does not cover is called of its module `torch.<name>`:
 
-- `is_available`, `device_count`, `default_generators`, `default_stream`, `empty_cache`;
-- where they exist: `init`, `get_device_name`; `mem_get_info`, and then `memory_allocated`, `memory_reserved`,
-  their `max_` forms and `reset_peak_memory_stats`; `cudart`, which registers host memory.
+- `default_generators`;
+- where they exist: `init`, `get_device_name`, `empty_cache`; `mem_get_info`, and then `memory_allocated`,
+  `memory_reserved`, their `max_` forms and `reset_peak_memory_stats`; `cudart`, which registers host memory.
 
 Without streams all work is in one queue, and a copy is waited for by waiting for the device. Without fp64 the
 numbers that need it are on the host, see `wide`. Nothing here imports torch before a device is asked for.
@@ -489,12 +489,8 @@ class Accelerator(Device):
 
         return torch.accelerator.current_stream(self.device)
 
-    def default_stream(self) -> torch.Stream:
-        stream: torch.Stream = self._module.default_stream(self.device)
-        return stream
-
     def empty_cache(self) -> None:
-        self._module.empty_cache()
+        getattr(self._module, "empty_cache", lambda: None)()
 
     def memory(self) -> MemoryUse:
         if not self.reports_memory:

@@ -85,13 +85,11 @@ class Probe:
         return False
 
     def _record(self) -> Any:
-        import torch
+        from ..device import device_of
 
-        from ..device import accelerator_of
-
-        event = torch.Event(self._device)
-        event.record(accelerator_of(self._device).default_stream())
-        return event
+        return device_of(
+            self._device
+        ).event()  # the current stream of a new thread is the default one
 
 
 class WaitProgress(Protocol):

@@ -193,6 +193,36 @@ def test_devices_of_a_cpu_are_its_ranks_and_others_are_refused(on_cpu: pytest.Mo
             get_accelerator()
 
 
+# what DeepSpeed 0.19.6's abstract accelerator has; tests/rehearsal/test_simulated_device.py calls them
+METHODS = """
+is_synchronized_device use_host_timers resolves_data_dependency handles_memory_backpressure device_name device
+set_device current_device current_device_name device_count synchronize random set_rng_state get_rng_state
+manual_seed manual_seed_all initial_seed default_generator Stream stream current_stream default_stream Event
+empty_cache memory_allocated max_memory_allocated reset_max_memory_allocated memory_cached max_memory_cached
+reset_max_memory_cached memory_stats reset_peak_memory_stats memory_reserved max_memory_reserved total_memory
+available_memory is_bf16_supported is_fp16_supported supported_dtypes is_available range_push range_pop lazy_call
+communication_backend_name is_triton_supported prefer_triton_grouped_mm create_graph capture_to_graph replay_graph
+BFloat16Tensor ByteTensor DoubleTensor FloatTensor HalfTensor IntTensor LongTensor pin_memory is_pinned
+unpin_memory on_accelerator op_builder_dir create_op_builder get_op_builder build_extension export_envs
+visible_devices_envs set_visible_devices_envs get_compile_backend set_compile_backend
+"""
+
+
+def test_every_kind_of_accelerator_has_the_methods_of_deepspeed(on_cpu: pytest.MonkeyPatch) -> None:
+    bare = SimpleNamespace(device_count=lambda: 1, is_available=lambda: True, __name__="torch.bare")
+    for name in ("npu", "hpu", "mlu"):
+        on_cpu.setattr(torch, name, bare, raising=False)
+    for name in ("cpu", "cuda", "rocm", "xpu", "npu", "mps", "hpu", "mlu"):
+        on_cpu.setenv("DS_ACCELERATOR", name)
+        get_accelerator.__wrapped__.cache_clear()
+        found = get_accelerator()
+        assert [method for method in METHODS.split() if not hasattr(found, method)] == [], name
+        assert found.device_name() == ("cuda" if name == "rocm" else name)
+        assert found.is_synchronized_device() == (name == "cpu")
+        assert found.use_host_timers() == (name in ("cpu", "mps"))
+        assert not found.is_triton_supported()
+
+
 def test_a_model_is_built_on_a_device_in_a_dtype() -> None:
     with OnDevice(dtype=torch.bfloat16, device="meta"):
         model, numbers = nn.Linear(3, 2), torch.arange(3)

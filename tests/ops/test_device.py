@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import os
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -85,6 +87,20 @@ def test_a_device_that_has_no_row_answers_yes() -> None:
     kind = kind_of("privateuseone")
     assert kind.has_streams and kind.pins_memory and kind.runs_ahead and kind.has_fp64
     assert (kind.backend, kind.visible, kind.library) == ("gloo", "", "")
+
+
+def test_what_is_called_of_the_module_of_a_device_is_there() -> None:
+    called = set(re.findall(r"\b_?module\.(\w+)", inspect.getsource(devices)))
+    optional = {"cudart", "_get_default_mps_generator"}  # asked for first
+    of_memory = {name for name in called if "memory" in name} | {"mem_get_info"}
+    without = {
+        torch.cuda: {"_get_default_mps_generator"},
+        torch.xpu: optional,
+        torch.mps: {*of_memory, "cudart", "default_generators", "device", "get_device_properties"},
+    }
+    assert len(called) > 11
+    for module, lacks in without.items():
+        assert {name for name in called if not hasattr(module, name)} <= lacks, module
 
 
 def test_an_event_of_a_device_without_events_waits_for_the_device() -> None:

@@ -199,8 +199,9 @@ def serve(numbers: list[int], folder: str, *, kernels: bool, gloo: bool, device:
     if kernels:
         stand_in.use_host_kernels()
     grad_bucket.SMALL_NUMEL = SMALL_NUMEL  # as in the ranks of helpers.py
-    torch.set_num_threads(1)
     rank = next((rank for rank in range(1, len(numbers)) if os.fork() == 0), 0)
+    # after the last fork: threads of autograd that start at once race for the first pool of a fork
+    torch.set_num_threads(1)
     pipes = [Connection(number) for number in numbers]
     pipe = pipes[rank]
     for other in pipes:

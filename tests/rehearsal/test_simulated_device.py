@@ -19,8 +19,9 @@ from helpers import run_new_ranks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import xds
+from xds.deepspeed.accelerator import get_accelerator
 from xds.offload.pinned import host_memory
-from xds.ops.device import present
+from xds.ops.device import kind_of, present
 
 sys.path.append(str(Path(__file__).parents[1] / "contract"))
 from same_bits import batch, build, cases, config_of, train  # noqa: E402
@@ -95,6 +96,59 @@ def is_page_locked() -> bool:
     return host_memory(8, pin=True).is_pinned()
 
 
+def answers_of_the_accelerator() -> dict[str, Any]:
+    """What each method of DeepSpeed's abstract accelerator answers, as a script calls it."""
+    found = get_accelerator()
+    device, tensor = found.current_device(), torch.ones(3)
+    graph = found.create_graph()
+    with found.device(0), found.stream(found.current_stream()), found.capture_to_graph(graph):
+        tensor = tensor.to(found.current_device_name())
+    stream = None if found.Stream is None else found.Stream()
+    with nullcontext() if stream is None else found.stream(stream):
+        found.manual_seed(3), found.manual_seed_all(4)
+        state = found.get_rng_state()
+        drawn = torch.rand(2, device=found.current_device_name())
+        found.set_rng_state(state)
+        assert torch.equal(torch.rand(2, device=found.current_device_name()), drawn)
+    for name in ("synchronize", "empty_cache", "reset_peak_memory_stats"):
+        getattr(found, name)()
+    (
+        found.set_device(device),
+        found.synchronize(0),
+        found.default_stream(),
+        found.replay_graph(graph),
+    )
+    found.reset_max_memory_allocated(), found.reset_max_memory_cached(0)
+    found.range_push("part"), found.range_pop(), found.unpin_memory(tensor)
+    environment: dict[str, str] = {}
+    found.set_visible_devices_envs(environment, [0])
+    found.set_compile_backend(found.get_compile_backend())
+    sizes = ("total_memory", "available_memory", "memory_allocated", "max_memory_allocated")
+    sizes += ("memory_reserved", "max_memory_reserved", "memory_cached", "max_memory_cached")
+    assert all(getattr(found, name)(0) >= 0 for name in sizes)
+    assert found.memory_stats()["allocated_bytes.all.current"] >= 0
+    assert found.default_generator(0).initial_seed() == found.initial_seed() and found.random()
+    pinned = found.pin_memory(torch.ones(2), True, False)
+    assert found.is_pinned(pinned) == kind_of(found.device_name()).pins_memory
+    assert found.get_op_builder("Unknown") is None is found.create_op_builder("Unknown")
+    assert found.create_op_builder("FusedAdamBuilder").is_compatible() and found.build_extension()
+    with pytest.raises(ValueError, match="set_compile_backend: 'none' is not supported by"):
+        found.set_compile_backend("none")
+    return {
+        "name": found.device_name(),
+        "places": [tensor.device.type, found.FloatTensor([1.0]).device.type],
+        "is there": [found.is_available(), found.on_accelerator(tensor), found.device_count() > 0],
+        "has events": [found.Event is not None, not found.use_host_timers()],
+        "orders": [found.resolves_data_dependency(), found.handles_memory_backpressure()],
+        "is synchronous": found.is_synchronized_device(),
+        "triton": [found.is_triton_supported(), found.prefer_triton_grouped_mm()],
+        "dtypes": len(found.supported_dtypes())
+        == 1 + found.is_fp16_supported() + found.is_bf16_supported(),
+        "others": [found.communication_backend_name(), found.export_envs(), environment],
+        "ops": [found.op_builder_dir(), found.lazy_call(lambda: 1), found.get_compile_backend()],
+    }
+
+
 def both(
     names: list[str], device: str, folder: Path, steps: int = STEPS
 ) -> tuple[list[Any], list[Any]]:
@@ -131,6 +185,26 @@ def test_without_fp64_streams_and_page_locked_memory_norms_are_right(tmp_path: P
         assert found["losses"] == wanted["losses"]
         norms = [[float(norm) for norm in one["norms"]] for one in (found, wanted)]
         assert norms[0] == pytest.approx(norms[1], rel=1e-6)
+
+
+def test_every_method_of_an_accelerator_of_deepspeed_is_there() -> None:
+    for device, has_streams in (("cpu", False), ("xsim", True), ("plain", False)):
+        is_host = device == "cpu"
+        function = answers_of_the_accelerator
+        found = function() if is_host else ranks(1, device=device).run(function)[0]
+        name = "cpu" if is_host else "xsim"
+        assert found == {
+            "name": name,
+            "places": [name, name],
+            "is there": [True] * 3,
+            "has events": [has_streams or is_host, has_streams],
+            "orders": [is_host] * 2,
+            "is synchronous": is_host,
+            "triton": [False] * 2,
+            "dtypes": True,
+            "others": ["gloo", [], {}],
+            "ops": ["deepspeed.ops.op_builder", 1, "inductor"],
+        }
 
 
 @pytest.mark.slow

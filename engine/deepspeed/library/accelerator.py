@@ -1,9 +1,9 @@
-"""`get_accelerator`: the type of device that this process uses."""
+"""`get_accelerator`: the type of device that this process uses, with the methods of DeepSpeed's abstract class."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from typing import Any
@@ -11,19 +11,68 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....ops.device import CHOICE, KINDS, device_of, device_type, kind_of, process_memory
+from ....ops.device import CHOICE, KINDS, Device, device_of, device_type, kind_of
 from ....utils.errors import UsageError
 from ..errors import raises_theirs
+
+DEFAULT_RANKS = 2  # what `xds` starts on a machine without a GPU
+
+_DTYPES = {  # scripts call `get_accelerator().FloatTensor([0])`
+    "BFloat16Tensor": torch.bfloat16,
+    "ByteTensor": torch.uint8,
+    "DoubleTensor": torch.float64,
+    "FloatTensor": torch.float32,
+    "HalfTensor": torch.float16,
+    "IntTensor": torch.int32,
+    "LongTensor": torch.int64,
+}
+
+
+def _nothing(*_: object) -> None:
+    return
+
+
+# names of torch.cuda, for devices whose module does not have them
+_INSTEAD: Mapping[str, Callable[..., Any] | None] = {
+    "Event": None,
+    "Stream": None,
+    "current_stream": _nothing,
+    "default_stream": _nothing,
+    "set_device": _nothing,
+    "stream": lambda *_: nullcontext(),
+}
 
 
 class _Device:
     """What all types of device have. _name: the device type of torch."""
 
     _name = ""
+    _compile_backend = "inductor"
+
+    def _of(self, device_index: Any = None) -> Device:
+        """The device of this process, by default the current one. device_index: or a torch.device."""
+        if device_index is None:
+            return device_of(torch.device(self._name))
+        is_number = isinstance(device_index, int)
+        return device_of(
+            torch.device(self._name, device_index) if is_number else torch.device(device_index)
+        )
 
     def is_synchronized_device(self) -> bool:
         """Whether an operation has ended when its call returns."""
-        return False
+        return not kind_of(self._name).runs_ahead
+
+    def use_host_timers(self) -> bool:
+        """Whether a time is measured by the host: there are no events."""
+        return not kind_of(self._name).has_streams
+
+    def resolves_data_dependency(self) -> bool:
+        """Whether the device itself orders operations on the same bytes, of any stream."""
+        return self.is_synchronized_device()
+
+    def handles_memory_backpressure(self) -> bool:
+        """Whether the host may start any number of operations."""
+        return self.is_synchronized_device()
 
     def communication_backend_name(self) -> str:
         """The backend for `init_distributed`, such as "nccl" or "gloo"."""
@@ -38,14 +87,19 @@ class _Device:
         for variable in self.visible_devices_envs():
             current_env[variable] = ",".join(map(str, local_accelerator_ids))
 
+    def export_envs(self) -> list[str]:
+        """The first letters of variables that other machines get."""
+        own = kind_of(self._name)
+        backend = [] if own.backend == "gloo" else [own.backend.upper()]
+        return sorted({*backend, *(prefix.rstrip("_") for prefix in own.prefixes)})
+
+    # -- dtypes ------------------------------------------------------------------------------------------
+
     def is_bf16_supported(self) -> bool:
         return True
 
     def is_fp16_supported(self) -> bool:
         return True
-
-    def is_triton_supported(self) -> bool:
-        return False
 
     def supported_dtypes(self) -> list[torch.dtype]:
         """The dtypes in which a model may be trained."""
@@ -53,22 +107,62 @@ class _Device:
         dtypes += [torch.float16] if self.is_fp16_supported() else []
         return [*dtypes, torch.bfloat16] if self.is_bf16_supported() else dtypes
 
+    def is_triton_supported(self) -> bool:
+        return False
+
+    def prefer_triton_grouped_mm(self) -> bool:
+        """False: products of experts are torch's."""
+        return False
+
+    # -- tensors -----------------------------------------------------------------------------------------
+
     def on_accelerator(self, tensor: Tensor) -> bool:
         """Whether `tensor` is on this type of device."""
         return tensor.device.type == self._name
 
-    def pin_memory(self, tensor: Tensor, **unused: Any) -> Tensor:
+    def pin_memory(
+        self, tensor: Tensor, make_copy: bool = True, match_shape: bool = True
+    ) -> Tensor:
         """The tensor in page-locked memory where the device reads that faster; else the tensor itself."""
-        return tensor
+        return tensor.pin_memory() if kind_of(self._name).pins_memory else tensor
 
     def is_pinned(self, tensor: Tensor) -> bool:
-        return tensor.is_pinned()
+        return kind_of(self._name).pins_memory and tensor.is_pinned()
+
+    def unpin_memory(self, tensor: Tensor) -> None:
+        """Nothing: torch unlocks the memory when the tensor is freed."""
+
+    # -- random numbers ----------------------------------------------------------------------------------
 
     def random(self) -> Any:
         return torch.random
 
     def default_generator(self, device_index: int = 0) -> torch.Generator:
-        return torch.default_generator
+        return self._of(device_index).generator
+
+    def get_rng_state(self, device_index: Any = None) -> Tensor:
+        return self._of(device_index).generator.get_state()
+
+    def set_rng_state(self, new_state: Tensor, device_index: Any = None) -> None:
+        self._of(device_index).generator.set_state(new_state.cpu())
+
+    def manual_seed(self, seed: int) -> Any:
+        return self._of().generator.manual_seed(seed)
+
+    def manual_seed_all(self, seed: int) -> Any:
+        return torch.manual_seed(seed)
+
+    def initial_seed(self) -> int:
+        return self._of().generator.initial_seed()
+
+    # -- time --------------------------------------------------------------------------------------------
+
+    def synchronize(self, device_index: Any = None) -> None:
+        self._of(device_index).synchronize()
+
+    def lazy_call(self, callback: Callable[[], Any]) -> Any:
+        """Call it: the device is there."""
+        return callback()
 
     def range_push(self, msg: str, domain: str | None = None, category: str | None = None) -> Any:
         """Begin a range in the profiler's timeline."""
@@ -78,54 +172,90 @@ class _Device:
         """End the current range."""
         return None
 
+    # -- memory ------------------------------------------------------------------------------------------
 
-DEFAULT_RANKS = 2  # what `xds` starts on a machine without a GPU
+    def empty_cache(self) -> None:
+        self._of().empty_cache()
 
-# names of tensor types that scripts call: `get_accelerator().FloatTensor([0])`
-TENSORS = (
-    *("BFloat16Tensor", "ByteTensor", "DoubleTensor", "FloatTensor", "HalfTensor", "IntTensor"),
-    "LongTensor",
-)
+    def memory_allocated(self, device_index: Any = None) -> int:
+        """Bytes, as the others; of the process where the device reports none."""
+        return self._of(device_index).memory().now_bytes
 
+    def max_memory_allocated(self, device_index: Any = None) -> int:
+        return self._of(device_index).memory().peak_bytes
 
-def _nothing(*_: object) -> None:
-    return
+    def memory_reserved(self, device_index: Any = None) -> int:
+        return self._of(device_index).memory().kept_bytes
 
+    def max_memory_reserved(self, device_index: Any = None) -> int:
+        return self._of(device_index).memory().peak_kept_bytes
 
-def _used_bytes(*_: object) -> int:
-    return process_memory().now_bytes
+    def reset_peak_memory_stats(self, device_index: Any = None) -> None:
+        self._of(device_index).reset_peak_memory()
 
+    memory_cached, max_memory_cached = memory_reserved, max_memory_reserved
+    reset_max_memory_allocated = reset_max_memory_cached = reset_peak_memory_stats
 
-def _most_bytes(*_: object) -> int:
-    return process_memory().peak_bytes
+    def memory_stats(self, device_index: Any = None) -> Mapping[str, Any]:
+        found = self._of(device_index).memory()
+        return {
+            "allocated_bytes.all.current": found.now_bytes,
+            "allocated_bytes.all.peak": found.peak_bytes,
+            "reserved_bytes.all.current": found.kept_bytes,
+            "reserved_bytes.all.peak": found.peak_kept_bytes,
+        }
 
+    # -- graphs, compilers and ops -------------------------------------------------------------------------
 
-# functions of torch.cuda that torch.cpu does not have
-_FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "empty_cache": _nothing,
-    "get_rng_state": lambda *_: torch.get_rng_state(),
-    "initial_seed": torch.initial_seed,
-    "manual_seed": torch.manual_seed,
-    "manual_seed_all": torch.manual_seed,
-    "max_memory_allocated": _most_bytes,
-    "max_memory_cached": _most_bytes,
-    "max_memory_reserved": _most_bytes,
-    "memory_allocated": _used_bytes,
-    "memory_cached": _used_bytes,
-    "memory_reserved": _used_bytes,
-    "memory_stats": lambda *_: {
-        "allocated_bytes.all.current": _used_bytes(),
-        "allocated_bytes.all.peak": _most_bytes(),
-    },
-    "reset_max_memory_allocated": _nothing,
-    "reset_max_memory_cached": _nothing,
-    "reset_peak_memory_stats": _nothing,
-    "set_device": _nothing,
-    "set_rng_state": lambda state, *_: torch.set_rng_state(state),
-    "stream": lambda *_: nullcontext(),
-    "synchronize": _nothing,
-}
-_STREAMS = ("current_stream", "default_stream")
+    def create_graph(self) -> Any:
+        """A graph of the device, such as torch.cuda.CUDAGraph; None where it has none."""
+        return None
+
+    def capture_to_graph(
+        self, graph: Any, pool: Any = None, stream: Any = None
+    ) -> AbstractContextManager[Any]:
+        """What is called in this context is recorded, where there is a graph; else it runs."""
+        return nullcontext()
+
+    def replay_graph(self, graph: Any) -> None:
+        if graph is not None:
+            graph.replay()
+
+    def get_compile_backend(self) -> str:
+        return self._compile_backend
+
+    @raises_theirs
+    def set_compile_backend(self, backend: str) -> None:
+        """
+        Raises:
+            UsageError: torch has no such backend.
+        """
+        known = torch._dynamo.list_backends(exclude_tags=())  # type: ignore[no-untyped-call]
+        if backend not in known:
+            raise UsageError(
+                f"set_compile_backend: {backend!r} is not supported by {self._name}: must be one of "
+                f"{', '.join(known)}"
+            )
+        self._compile_backend = backend
+
+    def op_builder_dir(self) -> str:
+        return "deepspeed.ops.op_builder"
+
+    def get_op_builder(self, class_name: str) -> Any:
+        """The class of that name, such as "FusedAdamBuilder"; None: xds has none."""
+        from .ops import ALL_OPS
+
+        kinds = {type(builder).__name__: type(builder) for builder in ALL_OPS.values()}
+        return kinds.get(class_name)
+
+    def create_op_builder(self, class_name: str) -> Any:
+        kind = self.get_op_builder(class_name)
+        return None if kind is None else kind()
+
+    def build_extension(self) -> Any:
+        from torch.utils.cpp_extension import BuildExtension
+
+        return BuildExtension
 
 
 class CPU_Accelerator(_Device):
@@ -157,8 +287,8 @@ class CPU_Accelerator(_Device):
         """Always True: the CPU is a device too."""
         return True
 
-    def is_synchronized_device(self) -> bool:
-        return True
+    def manual_seed(self, seed: int) -> torch.Generator:
+        return torch.manual_seed(seed)
 
     def total_memory(self, device_index: int | None = None) -> int:
         """Bytes of the machine."""
@@ -168,12 +298,10 @@ class CPU_Accelerator(_Device):
         return _meminfo("MemAvailable")
 
     def __getattr__(self, name: str) -> Any:
-        if name in _FUNCTIONS:
-            return _FUNCTIONS[name]
-        if name in _STREAMS:
-            return _nothing
-        if name in TENSORS:
+        if name in _DTYPES:
             return getattr(torch, name)
+        if name in _INSTEAD and name not in ("Event", "Stream"):
+            return _INSTEAD[name]
         return other_name(name, torch.cpu)
 
 
@@ -196,22 +324,11 @@ def _meminfo(key: str) -> int:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
 
 
-_OLD_NAMES = {"memory_cached": "memory_reserved", "max_memory_cached": "max_memory_reserved"}
-_DTYPES = {
-    "BFloat16Tensor": torch.bfloat16,
-    "ByteTensor": torch.uint8,
-    "DoubleTensor": torch.float64,
-    "FloatTensor": torch.float32,
-    "HalfTensor": torch.float16,
-    "IntTensor": torch.int32,
-    "LongTensor": torch.int64,
-}
-
-
-class _Accelerator(_Device):
+class Accelerator(_Device):
     """A device of torch.accelerator. Names that are not here are those of its module, such as torch.cuda."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "") -> None:
+        self._name = name or self._name
         self._module: Any = getattr(torch, self._name)
 
     def device_name(self, device_index: int | None = None) -> str:
@@ -224,7 +341,9 @@ class _Accelerator(_Device):
         return f"{self._name}:{self.current_device()}"
 
     def device(self, device_index: int | None = None) -> AbstractContextManager[Any]:
-        context: AbstractContextManager[Any] = self._module.device(device_index)
+        context: AbstractContextManager[Any] = getattr(self._module, "device", nullcontext)(
+            device_index
+        )
         return context
 
     def device_count(self) -> int:
@@ -232,6 +351,11 @@ class _Accelerator(_Device):
 
     def is_available(self) -> bool:
         return bool(self._module.is_available())
+
+    def memory_stats(self, device_index: Any = None) -> Mapping[str, Any]:
+        find = getattr(self._module, "memory_stats", super().memory_stats)
+        found: Mapping[str, Any] = find(device_index)
+        return found
 
     def total_memory(self, device_index: int | None = None) -> int:
         return int(self._module.get_device_properties(device_index or 0).total_memory)
@@ -242,25 +366,35 @@ class _Accelerator(_Device):
     def is_bf16_supported(self) -> bool:
         return bool(getattr(self._module, "is_bf16_supported", lambda: True)())
 
-    def pin_memory(self, tensor: Tensor, **unused: Any) -> Tensor:
-        return tensor.pin_memory() if kind_of(self._name).pins_memory else tensor
+    def create_graph(self) -> Any:
+        kind = getattr(self._module, f"{self._name.upper()}Graph", None)  # CUDAGraph, XPUGraph
+        return None if kind is None else kind()
 
-    def default_generator(self, device_index: int = 0) -> torch.Generator:
-        return device_of(torch.device(self._name, device_index)).generator
+    def capture_to_graph(
+        self, graph: Any, pool: Any = None, stream: Any = None
+    ) -> AbstractContextManager[Any]:
+        if graph is None:
+            return nullcontext()
+        context: AbstractContextManager[Any] = self._module.graph(graph, pool, stream)
+        return context
 
     def __getattr__(self, name: str) -> Any:
-        if name in TENSORS:
+        if name in _DTYPES:
             return partial(torch.tensor, dtype=_DTYPES[name], device=self._name)
-        return other_name(_OLD_NAMES.get(name, name), self._module)
+        if name in _INSTEAD and not hasattr(self._module, name):
+            if name == "default_stream" and hasattr(self._module, "current_stream"):
+                return self._module.current_stream  # torch.xpu
+            return _INSTEAD[name]
+        return other_name(name, self._module)
 
 
-class CUDA_Accelerator(_Accelerator):
+class CUDA_Accelerator(Accelerator):
     """NVIDIA's and AMD's GPUs."""
 
     _name = "cuda"
 
     def is_triton_supported(self) -> bool:
-        return torch.cuda.get_device_capability() >= (8, 0)
+        return self.is_available() and torch.cuda.get_device_capability() >= (8, 0)
 
     def range_push(self, msg: str, domain: str | None = None, category: str | None = None) -> Any:
         return torch.cuda.nvtx.range_push(msg)  # type: ignore[no-untyped-call]
@@ -269,31 +403,58 @@ class CUDA_Accelerator(_Accelerator):
         return torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
 
 
-class XPU_Accelerator(_Accelerator):
+class XPU_Accelerator(Accelerator):
     """Intel's GPUs."""
 
     _name = "xpu"
 
 
-class NPU_Accelerator(_Accelerator):
+class NPU_Accelerator(Accelerator):
     """Ascend's NPUs, by torch_npu."""
 
     _name = "npu"
 
 
-class MPS_Accelerator(_Accelerator):
-    """Apple's GPUs."""
+class MPS_Accelerator(Accelerator):
+    """Apple's GPUs, which share the memory of the CPU."""
 
     _name = "mps"
 
+    def memory_allocated(self, device_index: Any = None) -> int:
+        return int(self._module.current_allocated_memory())
 
-class HPU_Accelerator(_Accelerator):
+    def memory_reserved(self, device_index: Any = None) -> int:
+        return int(self._module.driver_allocated_memory())
+
+    max_memory_allocated = max_memory_reserved = memory_cached = max_memory_cached = memory_reserved
+
+    def total_memory(self, device_index: Any = None) -> int:
+        return int(self._module.recommended_max_memory())
+
+    def available_memory(self, device_index: Any = None) -> int:
+        return self.total_memory() - self.memory_reserved()
+
+
+class HPU_Accelerator(Accelerator):
     """Gaudi, by habana_frameworks."""
 
     _name = "hpu"
+    _compile_backend = "hpu_backend"
+
+    def resolves_data_dependency(self) -> bool:
+        return True
+
+    def handles_memory_backpressure(self) -> bool:
+        return True
+
+    def total_memory(self, device_index: Any = None) -> int:
+        return int(self.memory_stats(device_index)["Limit"])
+
+    def available_memory(self, device_index: Any = None) -> int:
+        return self.total_memory(device_index) - self.memory_allocated(device_index)
 
 
-class MLU_Accelerator(_Accelerator):
+class MLU_Accelerator(Accelerator):
     """Cambricon's MLUs, by torch_mlu."""
 
     _name = "mlu"
@@ -319,12 +480,19 @@ def get_accelerator() -> Any:
     Raises:
         UsageError: DS_ACCELERATOR names a device that this torch does not know.
     """
-    name = os.environ.get(CHOICE) or device_type()
-    if name not in _CLASSES:
+    asked = os.environ.get(CHOICE)
+    name = asked or device_type()
+    kind = _CLASSES.get(name)
+    if (
+        kind is None
+        and asked
+        and asked != getattr(torch.accelerator.current_accelerator(), "type", "")
+    ):
         raise UsageError(
             f"{CHOICE} = {name!r}: must be one of {', '.join(_CLASSES)}; correct it, or unset it"
         )
-    kind = _CLASSES[name]
+    if kind is None:
+        return Accelerator(name)  # a device that has registered itself with torch
     if not hasattr(torch, kind._name):
         raise UsageError(
             f"{CHOICE} = {name!r}: this torch has no such device; install {KINDS[name].package}, or unset it"
