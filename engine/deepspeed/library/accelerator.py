@@ -1,4 +1,4 @@
-"""`get_accelerator`: the type of device that this process uses, with the methods of DeepSpeed's abstract class."""
+"""`get_accelerator`: the type of device that this process uses, with the methods of DeepSpeed's class."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ class _Device:
         Raises:
             UsageError: torch has no such backend.
         """
-        known = torch._dynamo.list_backends(exclude_tags=())  # type: ignore[no-untyped-call]
+        known = torch._dynamo.list_backends(exclude_tags=())
         if backend not in known:
             raise UsageError(
                 f"set_compile_backend: {backend!r} is not supported by {self._name}: must be one of "
