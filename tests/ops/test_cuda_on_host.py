@@ -341,6 +341,33 @@ def test_packing_reaches_elements_beyond_two_to_the_31(huge: OnHost, name: str, 
         same([out[window]], [restored], (back, window))
 
 
+@pytest.mark.parametrize("keeps_norm", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_one_scale_of_signs_is_of_elements_beyond_two_to_the_31(
+    huge: OnHost, keeps_norm: bool
+) -> None:
+    flat, error = sparse(NUMEL, BF16), sparse(NUMEL, FP32)
+    fill(flat, 2), fill(error, 3, 0.5)
+    parts = [flat[window].float() + error[window] for window in windows(NUMEL)]
+    sizes = [part.double().square() if keeps_norm else part.double().abs() for part in parts]
+    mean = sum(float(size.sum()) for size in sizes) / NUMEL
+    wanted = 3.0 * (mean**0.5 if keeps_norm else mean)
+    packed, scale = sparse(-(-NUMEL // 8), torch.uint8), torch.zeros(1)
+    # sums are made by at most 4096 blocks, which stride; other launches have one block for each tile
+    huge.set_multiprocessors(2**30)
+    ends = [end for window in windows(NUMEL) for end in (window.start, window.stop - 1)]
+    tiles = {end // 8192 for end in ends}
+    huge.run_blocks(sorted({0, *tiles, *(tile % 4096 for tile in tiles)}))
+    with Zeros():
+        huge.call(op("sign_pack_"), flat, error, packed, scale, 0, keeps_norm, 3.0)
+    assert float(scale) == pytest.approx(wanted, rel=1e-6)
+    out = sparse(NUMEL, BF16)
+    huge.call(op("sign_unpack_"), packed[None], scale[None], out, 0, 2.0)
+    for window, part in zip(windows(NUMEL), parts, strict=True):
+        signs = torch.where(part.signbit(), -scale, scale)
+        same([error[window]], [part - signs], window, 1e-6)
+        same([out[window]], [(2 * signs).to(BF16)], window)
+
+
 # -- every op, dtype, tail and alignment ----------------------------------------------------------------------
 
 
