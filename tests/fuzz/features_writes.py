@@ -170,7 +170,7 @@ class ModuleMoved(Feature):
     excludes = ("DoubleBlock",)
 
     def before_step(self, side: Side, step: int) -> None:
-        side.net.to("cpu", side.dtype)
+        side.net.to(next(side.net.parameters()).device, side.dtype)
 
 
 class FrozenAroundEvaluation(Feature):

@@ -200,7 +200,7 @@ class EmbeddingBlock(Block):
         self.embedding = nn.Embedding(5, width, max_norm=0.9)
 
     def forward(self, x: Tensor, call: Call) -> Any:
-        rows = (torch.arange(len(x)) + call.step) % 5
+        rows = (torch.arange(len(x), device=x.device) + call.step) % 5
         return x + self.change(x) + self.embedding(rows)
 
 
