@@ -93,7 +93,7 @@ KINDS: Mapping[str, Kind] = {
         "nccl",
         "HIP_VISIBLE_DEVICES",
         ("/sys/module/amdgpu/drivers/pci:amdgpu/*:*",),
-        prefixes=("HIP_", "HSA_", "ROCBLAS_", "MIOPEN_"),
+        prefixes=("AMD_", "HIP_", "HSA_", "ROCBLAS_", "MIOPEN_"),
         slow={"HIP_LAUNCH_BLOCKING": (_ON, _WAITS), "AMD_SERIALIZE_KERNEL": ("[1-3]", _WAITS)},
     ),
     "xpu": Kind(

@@ -9,6 +9,7 @@ from collections import namedtuple
 from xds.launcher import cli, environment
 from xds.ops.build import build
 from xds.ops.comm.memory import segment
+from xds.ops.device import KINDS
 from xds.utils.errors import BuildError
 
 
@@ -47,6 +48,73 @@ def test_a_missing_torch_is_one_line():
     assert done.returncode == 0 and done.stderr == ""
     assert "torch: cannot be imported" in done.stdout and "-> install torch" in done.stdout
     assert "open files: " in done.stdout  # what comes later is still told
+
+
+# Each kind in a fork of its own: torch takes the name of a registered device once.
+PRETEND = """
+import os, sys, types
+import torch
+from xds.launcher import environment
+from xds.ops.device import KINDS
+
+
+def pretend(name):
+    kind, there = KINDS[name], "cuda" if name == "rocm" else name
+    if there in ("npu", "mlu"):
+        torch.utils.rename_privateuse1_backend(there)
+    module = types.ModuleType("torch." + there)
+    module.get_device_name = lambda device=None: "a card"
+    module.get_device_properties = lambda device=None: types.SimpleNamespace(has_fp64=False)
+    module.is_available, module.device_count = lambda: False, lambda: 2
+    setattr(torch, there, module)
+    if name == "rocm":
+        torch.version.hip = "6.3"
+    if kind.package != "torch":
+        sys.modules[kind.package] = types.ModuleType(kind.package)
+        sys.modules[kind.package].__version__ = "2.7"
+    torch.accelerator.current_accelerator = lambda check_available=False: torch.device(there)
+    torch.accelerator.device_count = lambda: 2
+    torch.accelerator.current_device_index = lambda: 1
+    os.environ["DS_ACCELERATOR"] = name
+    os.environ.update(dict.fromkeys(kind.slow, "1"))
+
+
+for name in KINDS:
+    if name != "cpu" and os.fork() == 0:
+        pretend(name)
+        for probe in (environment.torch_and_backends, environment.devices, environment.variables):
+            for line in probe():
+                print(name, line, flush=True)
+        os._exit(0)
+    elif name != "cpu":
+        assert os.wait()[1] == 0
+"""
+
+
+def test_each_kind_of_device_has_its_name_collectives_versions_and_what_is_slow():
+    done = subprocess.run([sys.executable, "-c", PRETEND], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    for name, kind in KINDS.items():
+        if name == "cpu":
+            continue
+        told = [line.removeprefix(f"{name} ") for line in lines if line.startswith(f"{name} ")]
+        text = "\n".join(told)
+        there = "cuda" if name == "rocm" else name
+        assert f"device: {there} (a card), {kind.backend}" in text and "gpus: 2" in text
+        assert ("native ops: none for this device  -> " in text) == (name != "cuda")
+        assert ("no fp64, so norms" in text) == (name not in ("cuda", "rocm")), text
+        assert ("no streams, so copies" in text) == (name == "mps")
+        if kind.backend != "gloo":
+            assert (
+                f"{kind.backend} no" in text and f"devices without {kind.backend}: install" in text
+            )
+        for variable, (_, remedy) in kind.slow.items():
+            found = [line for line in told if line.startswith(f"${variable}: 1")]
+            assert len(found) == 1 and (variable == "NVIDIA_TF32_OVERRIDE") != (remedy in found[0])
+        if kind.package != "torch":
+            assert f"torch built for: {kind.package} 2.7" in text
+    assert "rocm torch built for: ROCm 6.3" in lines
 
 
 def test_small_limits_come_with_a_remedy(monkeypatch):
