@@ -23,7 +23,7 @@ import resource
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -573,6 +573,22 @@ def accelerator_of(device: torch.device) -> Accelerator:
     found = device_of(device)
     assert isinstance(found, Accelerator)
     return found
+
+
+def current_streams(devices: Iterable[torch.device]) -> list[torch.Stream]:
+    """Those of this thread on each of the devices that has streams, for `use_streams`."""
+    every = [device_of(device) for device in set(devices)]
+    return [
+        one.current_stream() for one in every if isinstance(one, Accelerator) and one.has_streams
+    ]
+
+
+def use_streams(streams: Iterable[torch.Stream]) -> None:
+    """Make them those of this thread, which is another one: a new thread uses the default streams."""
+    import torch
+
+    for stream in streams:
+        torch.accelerator.set_stream(stream)
 
 
 # -- random numbers and fp64 -------------------------------------------------------------------------------

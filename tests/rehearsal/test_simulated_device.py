@@ -8,7 +8,8 @@ a process has loaded kernels, all its engines run them. Without fp64 norms diffe
 from __future__ import annotations
 
 import sys
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -55,26 +56,35 @@ COMPRESSED = ("2 ranks, 1-bit Adam, stage 1", "2 ranks, ZeRO++, stage 3, fp32")
 
 
 def results(names: list[str], folder: str, steps: int) -> list[Any]:
-    """Losses, norms and a digest of all states, by case; or the error of the case.
-
-    Training runs on a stream of the script, where there are streams.
-    """
+    """Losses, norms and a digest of all states, by case; or the error of the case."""
     found = []
     for name in names:
         case = cases()[name][1]
         case["config"] = {**CONFIG, **case.get("config", {})}
-        # the device has attention's plain formula alone
-        with (
-            sdpa_kernel(SDPBackend.MATH),
-            torch.Stream() if present().has_streams else nullcontext(),
-        ):
+        with own_stream():
             found.append(train(case, steps, folder))
     return found
 
 
-def resumed(folder: str) -> list[list[float]]:
+@contextmanager
+def own_stream() -> Iterator[None]:
+    """A stream of the script, where there are streams: what runs on the default one is then a race.
+
+    Attention has its plain formula, since the device has no other.
+    """
+    stream = torch.Stream() if present().has_streams else nullcontext()
+    with sdpa_kernel(SDPBackend.MATH), stream:
+        yield
+
+
+def resumed(name: str, more: dict[str, Any], folder: str) -> list[list[float]]:
     """The loss after a step, a checkpoint and its load into a second engine; then that engine's parameters."""
-    case = {**cases()["2 ranks, stage 2, fp32, accumulation 1"][1], "config": {**CONFIG, **TIMED}}
+    with own_stream():
+        return _resumed(name, more, folder)
+
+
+def _resumed(name: str, more: dict[str, Any], folder: str) -> list[list[float]]:
+    case = {**cases()[name][1], "config": {**CONFIG, **more}}
     losses = []
     for number in range(2):
         engine = xds.initialize(build(case), config_of(case, folder))
@@ -86,9 +96,9 @@ def resumed(folder: str) -> list[list[float]]:
         losses.append(loss.item())
         if number == 0:
             engine.save_checkpoint(folder)
-        params = [param.detach().cpu().flatten() for param in engine.module.parameters()]
+        params = [xds.zero.get_full_param(param).cpu() for param in engine.module.parameters()]
         engine.destroy()
-    return [losses, torch.cat(params).tolist()]
+    return [losses, torch.cat([param.flatten() for param in params]).tolist()]
 
 
 def is_page_locked() -> bool:
@@ -173,9 +183,17 @@ def test_training_has_the_bits_of_the_cpu(tmp_path: Path) -> None:
     assert other_bits([*DEFAULT], tmp_path) == []
 
 
+def both_resumed(folder: str) -> list[Any]:
+    """With states on the host, and on the device."""
+    return [
+        resumed("2 ranks, stage 2, fp32, host", TIMED, f"{folder}/host"),
+        resumed("2 ranks, stage 3, fp32, accumulation 1", {}, f"{folder}/device"),
+    ]
+
+
 def test_a_checkpoint_of_the_device_has_the_bits_of_the_cpu(tmp_path: Path) -> None:
-    there = ranks(2, device="xsim").run(resumed, str(tmp_path / "there"))
-    assert there == run_new_ranks(resumed, 2, str(tmp_path / "here"))
+    there = ranks(2, device="xsim").run(both_resumed, str(tmp_path / "there"))
+    assert there == run_new_ranks(both_resumed, 2, str(tmp_path / "here"))
 
 
 def test_without_fp64_streams_and_page_locked_memory_norms_are_right(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from ....ops.device import current_streams, use_streams
 from ....ops.weights.tensor_table import Located, read_header, shown
 from ....utils.errors import DamagedError
 from ....zero.checkpoint.ranges import Copy
@@ -202,13 +203,15 @@ class CheckedFile:
         opened, size = self._open(), self._record.chunk_bytes
         number, kept = self._kept
         futures: list[Future[int]] = []
+        targets = [span.target for span in spans if span.target is not None]
+        streams = current_streams(target.device for target in targets)
         try:
             for first, last, wanted in self._segments(spans):
                 if kept is not None and (first, last) == (number, number + 1):
                     for span in wanted:
                         span.deliver(kept, first * size)
                 else:
-                    job = (opened, first, last, wanted, sums)
+                    job = (opened, first, last, wanted, sums, streams)
                     futures.append(self._pool.submit(self._read_chunks, *job))
             for future in futures:
                 self.read_bytes += future.result()
@@ -238,9 +241,16 @@ class CheckedFile:
             position = end
 
     def _read_chunks(
-        self, opened: OldFile, first: int, last: int, spans: list[_Span], sums: bool
+        self,
+        opened: OldFile,
+        first: int,
+        last: int,
+        spans: list[_Span],
+        sums: bool,
+        streams: list[torch.Stream],
     ) -> int:
         """Read chunks [first, last), check them, and deliver them to `spans`; the number of bytes."""
+        use_streams(streams)
         size = self._record.chunk_bytes
         low, high = first * size, min(last * size, self._record.size_bytes)
         memory = spans[0].memory(low, high) if len(spans) == 1 else None
