@@ -2,9 +2,10 @@
 
 `step_seconds(plan, machine)` is all that a caller needs. A search over many plans keeps one `StepTimer`.
 
-A rank has one clock for its computation, one for its messages and one for jobs of its host. A message starts
-when the one before it has ended. The computation waits for it where the trace says so. Actions of a pipeline
-begin when the real simulation of its table lets them (docs/design/time.md).
+A rank has one clock for its computation, one for each of its two links and one for jobs of its host. A message
+starts when those before it on its links have ended: each group has a stream of its own, so one between hosts
+does not hold up one inside. The computation waits for it where the trace says so. Actions of a pipeline begin
+when the real simulation of its table lets them (docs/design/time.md).
 """
 
 from __future__ import annotations
@@ -79,6 +80,14 @@ class Work(NamedTuple):
     parts: Mapping[str, float]
     seconds: float
     launches: int
+
+
+class Sent(NamedTuple):
+    """Seconds of a message, those in which its rank is busy with it, and those in a host and between hosts."""
+
+    seconds: float
+    busy: float
+    links: tuple[float, float]
 
 
 @final
@@ -175,8 +184,8 @@ class StepTimer:
             known = self._blocks[id(events)] = events, priced
         return known[1]
 
-    def message(self, message: Message, *, inside: bool = False) -> tuple[float, float]:
-        """Seconds of one operation of a group, and those in which the rank itself is busy with it.
+    def message(self, message: Message, *, inside: bool = False) -> Sent:
+        """One operation of a group.
 
         Ranks of one host share its way out evenly: each of them carries a part of what leaves the host.
         inside: as if the other ranks were on this host.
@@ -184,17 +193,17 @@ class StepTimer:
         operation, _, size_bytes, ranks, num_near = message
         if inside or num_near >= ranks - 1:
             link = self.machine.link(operation, between=False)
-            seconds = link.seconds(ranks, size_bytes)
+            near, far = link.seconds(ranks, size_bytes), 0.0
         else:
             link = self.machine.link(operation, between=True)
-            far = size_bytes * (ranks - 1 - num_near) / (ranks - 1)
+            sent = size_bytes * (ranks - 1 - num_near) / (ranks - 1)
             if operation != "all_to_all":
-                far = size_bytes / (num_near + 1)  # each byte enters a host once
-            seconds = link.seconds(ranks, far)
+                sent = size_bytes / (num_near + 1)  # each byte enters a host once
+            near, far = 0.0, link.seconds(ranks, sent)
             if num_near:
-                near = self.machine.link(operation, between=False)
-                seconds = max(seconds, near.seconds(num_near + 1, size_bytes))
-        return seconds, seconds * (1 - link.overlap)
+                near = self.machine.link(operation, between=False).seconds(num_near + 1, size_bytes)
+        seconds = max(near, far)
+        return Sent(seconds, seconds * (1 - link.overlap), (near, far))
 
     def _stage_costs(self, plan: Plan) -> list[Costs]:
         """Of each virtual stage."""
@@ -348,7 +357,8 @@ class Walk:
         self._gathers_inside = gathers_inside
         self._runs_ahead = timer.machine.device != "cpu"
         self._launch = timer.machine.launch.value
-        self._launched = self._link_free = self._host_free = self._copied = 0.0
+        self._launched = self._host_free = self._copied = 0.0
+        self._free = [0.0, 0.0]  # when each link is, as in `Sent.links`
         self._backward_seconds = 0.0
         self._messages: dict[object, tuple[float, float, str]] = {}  # ends, busy seconds, kind
         self._starts: dict[Action, float] = {}
@@ -414,10 +424,13 @@ class Walk:
         if is_of_block:
             kind = f"{'+'.join(message.axes)} {kind}"
         inside = self._gathers_inside and kind == "all_gather"
-        seconds, busy = self._timer.message(message, inside=inside)
-        self._link_free = max(self._link_free, self.now) + seconds
-        self.sent[kind] += seconds
-        self._messages[key] = self._link_free, busy, kind
+        sent = self._timer.message(message, inside=inside)
+        used = [place for place, seconds in enumerate(sent.links) if seconds]
+        start = max([self.now, *(self._free[place] for place in used)])
+        for place in used:
+            self._free[place] = start + sent.links[place]
+        self.sent[kind] += sent.seconds
+        self._messages[key] = start + sent.seconds, sent.busy, kind
 
     def _wait(self, key: object) -> None:
         if key not in self._messages:

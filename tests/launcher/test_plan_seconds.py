@@ -166,6 +166,21 @@ def test_messages_that_cannot_overlap_are_waited_for_whole() -> None:
     assert whole.total > hidden.total
 
 
+def test_a_message_inside_of_a_host_does_not_wait_for_one_between_hosts() -> None:
+    layers = {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"}
+    plan = {f"model.layers.*.mlp.{name}": word for name, word in layers.items()}
+    config = {**config_of(1), "tensor_parallel": {"tp_size": 2, "plan": plan}}
+    made = make_plan(FunctionModel("planned_models:llama"), parse_config(config), 4, 2, traces=True)
+    link = content()["links"]["host"]["any"]
+    found = []
+    for rate in (LINK, LINK / 1000):
+        links = {"host": {"any": link}, "hosts": {"any": {**link, "rate": table([2, 1e3, rate])}}}
+        found.append(step_seconds(made, parse_machine(content(links=links))))
+    near = [step.exposed["tensor all_reduce"] for step in found]
+    assert near[0] == pytest.approx(near[1]) and near[0] > 0
+    assert found[1].exposed["reduce_scatter"] > 100 * found[0].exposed["reduce_scatter"]
+
+
 def test_a_pipeline_waits_as_its_table_says() -> None:
     config = config_of(1, pipe=2, count=8)
     step, alone = seconds_of(config, 2), seconds_of(config_of(1, pipe=2, count=2), 2)
