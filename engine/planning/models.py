@@ -101,9 +101,14 @@ def meta_device() -> Iterator[None]:
 
 
 class ModelSource(ABC):
-    """Builds the model as often as it is asked to."""
+    """Builds the model as often as it is asked to.
+
+    fuses: kernels of its blocks are fused also where the engine compiles nothing, as those of a framework that
+        has such kernels.
+    """
 
     name: str
+    fuses = False
 
     @abstractmethod
     def build(self) -> nn.Module:

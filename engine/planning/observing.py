@@ -137,7 +137,7 @@ class Observations:
             repeated = Repeated(blocks, like or models_of(map(kind_of, blocks)), can_run=not like)
             with _own_tokens(model, batch, self._config, groups) as own:
                 call = partial(_loss, model, own)
-                compiles = self._config.compile.enabled
+                compiles = self._config.compile.enabled or self._source.fuses
                 run = partial(
                     observe,
                     *(model, blocks, groups, call, self._calls),
