@@ -1,11 +1,12 @@
 """What the framework of a published run does in another way than xds, as changes of a plan and of a machine.
 
-Each one is an algorithm of the run with its count of bytes or messages. One has a number: `ASYNC_HIDDEN`.
+Each one is an algorithm of the run with its count of bytes or messages. Two have a number: `TENSOR_HIDDEN` and
+`ROW_SECONDS`.
 
 - fused attention with sinks: two products of a head as torch's fused kernel has them; a sliding window sees
   `window` keys. The column of sinks is left out.
 - overlapped messages of tensor ranks (user buffers of Transformer Engine, async tensor parallel of torch): sums
-  travel beside the products before them, gathers beside those after.
+  travel beside the products before them, gathers beside those after. At most `TENSOR_HIDDEN` of each is hidden.
 - weights in 8 bits of Megatron's FSDP: they arrive as the layers multiply them. xds makes bf16 of them first,
   with `DECODING` kernels of torch.
 - DeepEP and HybridEP: a token crosses once to each host that has one of its experts, and there by the fast
@@ -34,10 +35,11 @@ from xds.ops.comm.fake import Message, Start, Wait
 Change = Callable[[Sequence[object]], list[object]]  # of the events of a block
 
 FUSED = "fused_with_sinks"
-ASYNC_HIDDEN = 0.2
-"""Share of the messages of tensor ranks that async tensor parallel of torch hides. Llama 70B in 8 bits had 829
-tokens/s a GPU without it and 876 with it (torchtitan, 2024-12): 5.4 % of a step. The plan of the former has
-27 % in these messages. 829 is a row of the open half, 876 is none."""
+TENSOR_HIDDEN = 0.2
+"""Share of a message of tensor ranks that travels beside products, in torch's async tensor parallel and in
+Megatron's user buffers. Set from the former, in rows of the open half: Llama 70B in 8 bits had 829 tokens/s a
+GPU without it and 876 with it (torchtitan, 2024-12), 5.4 % of a step, and the plan of 829 has 27 % in these
+messages. 829 is an open row, 876 is none. docs/published-rows.md has what open rows of Megatron say of it."""
 ROW_SECONDS = 1.2e-7
 """Of a plain exchange of Megatron-Core in container 25.11 on hosts of H100 and B200, for each row that a rank
 sends, forward or backward. What takes it is not known. Set from rows of the open half: the mean of the four
@@ -270,8 +272,8 @@ def with_tokens_once_a_host(
 
 
 __all__ = [
-    "ASYNC_HIDDEN",
     "FUSED",
+    "TENSOR_HIDDEN",
     "register",
     "with_costs_of_rows",
     "with_gathers_in_float8",

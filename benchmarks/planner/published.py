@@ -20,12 +20,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, harmonic_mean
 from typing import Any, final
-from unittest.mock import patch
 
 import torch
 from as_run import (
-    ASYNC_HIDDEN,
     FUSED,
+    TENSOR_HIDDEN,
     register,
     with_costs_of_rows,
     with_gathers_in_float8,
@@ -38,8 +37,6 @@ from as_run import (
 from torch import nn
 
 from xds.engine.config.config import parse_config
-from xds.engine.parallel import slices
-from xds.engine.planning import plan as planning
 from xds.engine.planning.cache import PlanCache
 from xds.engine.planning.machine import Machine, Table, load_machine
 from xds.engine.planning.models import ModelSource
@@ -83,6 +80,7 @@ class Row:
     """One published figure and the run that it is of. See "about" in published.json.
 
     options: "scattered": tensor ranks share the tokens between layers. Others: see as_run.py and `_hidden`.
+    compile: kernels of blocks are fused. xds compiles no blocks that have the tokens of their rank.
     host: GPUs that one fast link connects. micro: samples of a micro-batch. steps: micro-batches of a step.
     attention: the kernel of the run; "flash" is the machine file's own. differs: what xds does otherwise.
     """
@@ -122,6 +120,11 @@ class Row:
         others = AS_RUN & self.options
         has_sinks = self.attention == "sinks"
         return self.sequence_ranks > 1 or self.is_priced_in_float8 or has_sinks or bool(others)
+
+    @property
+    def has_hidden_sums(self) -> bool:
+        """Part of the messages of tensor ranks travels beside products."""
+        return bool({"overlapped", "async_tensor"} & self.options)
 
     @property
     def is_priced_in_float8(self) -> bool:
@@ -166,11 +169,8 @@ class Row:
             },
             "pipeline": pipeline if self.pipe > 1 else {},
             "expert_parallel": {"enabled": experts > 1, "autoep_size": experts},
-            "activation_checkpointing": {
-                "enabled": self.recompute,
-                "partition_activations": "partition" in self.options,
-            },
-            "compile": {"enabled": self.compile},
+            "activation_checkpointing": {"enabled": self.recompute},
+            "compile": {"enabled": self.compile and "scattered" not in self.options},
             "float8": {
                 "enabled": self.precision == "float8" and not self.is_priced_in_float8,
                 "recipe": self.recipe,
@@ -185,6 +185,7 @@ class ConfigModel(ModelSource):
 
     def __init__(self, name: str, sizes: Mapping[str, Any], row: Row) -> None:
         self.name = name
+        self.fuses = row.compile
         import transformers
 
         kind = sizes["kind"]
@@ -283,11 +284,18 @@ class Published:
 
     def _made(self, row: Row) -> tuple[ConfigModel, PlanCache]:
         """The model of a row, and what its plans share. Rows of one model come one after the other."""
-        key = row.model, row.sequence, row.attention, row.lora_rank
+        key = row.model, row.sequence, row.attention, row.lora_rank, row.compile
         if self._cache is None or self._cache[0] != key:
             source = ConfigModel(row.model, self.models[row.model], row)
             self._cache = key, source, PlanCache(source)
         return self._cache[1:]
+
+    def _narrow(self, row: Row) -> ConfigModel:
+        """The model with small layers: a plan is found by a run of a block, and one has 16 GB."""
+        sizes = self.models[row.model]
+        if "n_embd" in sizes:
+            sizes = {**sizes, "n_embd": 8 * sizes["n_head"]}
+        return ConfigModel(row.model, sizes, row)
 
     def plan(self, row: Row) -> Plan:
         """The plan of a row.
@@ -296,11 +304,9 @@ class Published:
         """
         (source, cache), config = self._made(row), row.config
         if row.tensor > 1 and ("scattered" in row.options or row.lora_rank):
-            config["tensor_parallel"]["plan"] = _slices(source.on_meta(), row)
+            config["tensor_parallel"]["plan"] = _slices(self._narrow(row).on_meta(), row)
         traced = sorted({0, row.pipe // 2, row.pipe - 1})
-        # where a framework fuses kernels of blocks that have the tokens of their rank, xds does not compile
-        with patch.object(slices, "check_tokens"), patch.object(planning, "check_tokens"):
-            plan = make_plan(source, parse_config(config), row.gpus, row.host, cache, traces=traced)
+        plan = make_plan(source, parse_config(config), row.gpus, row.host, cache, traces=traced)
         if "ring" in row.options:
             width = source.width_of_heads
             own = row.micro * row.sequence // row.sequence_ranks * width // row.tensor
@@ -313,8 +319,7 @@ class Published:
             once_a_rank = row.expert_ranks * row_share(experts, row.expert_ranks, choices)
             beside = "exchange_beside" in row.options
             plan = with_plain_exchanges(plan, choices / once_a_rank, rows, beside=beside)
-        is_beside = {"overlapped", "async_tensor"} & row.options
-        return with_overlapped_sums(plan) if is_beside else plan
+        return with_overlapped_sums(plan) if row.has_hidden_sums else plan
 
     def machine(self, row: Row) -> Machine:
         """The machine of a row, with the attention kernel that the run had."""
@@ -324,8 +329,8 @@ class Published:
             machine = machine.model_copy(update={"matrix": matrix})
         if "plain_exchange" in row.options:
             machine = with_costs_of_rows(machine)
-        if "async_tensor" in row.options:
-            machine = with_hidden_share(machine, ASYNC_HIDDEN)
+        if row.has_hidden_sums:
+            machine = with_hidden_share(machine, TENSOR_HIDDEN)
         if "once_a_host" in row.options:
             sizes = self.source(row).experts
             machine = with_tokens_once_a_host(machine, row.expert_ranks, row.host, *sizes)

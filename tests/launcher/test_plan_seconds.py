@@ -243,6 +243,18 @@ def test_recomputed_blocks_run_their_forward_twice() -> None:
     assert recomputed.flops == plain.flops
 
 
+def test_fused_kernels_of_a_source_are_those_of_compiled_blocks() -> None:
+    found = []
+    for fuses, compiles in ((False, False), (True, False), (False, True)):
+        source = FunctionModel("planned_models:llama")
+        source.fuses = fuses
+        config = parse_config({**config_of(0), "compile": {"enabled": compiles}})
+        plan = make_plan(source, config, 1, 8, traces=True)
+        found.append(step_seconds(plan, parse_machine(content())).parts)
+    plain, fused, compiled = found
+    assert fused == compiled and fused[OTHER_KERNELS] < plain[OTHER_KERNELS]
+
+
 NORMS = ("input_layernorm", "post_attention_layernorm")
 
 
