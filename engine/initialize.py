@@ -134,6 +134,7 @@ from .process.process import (
     num_launched,
     num_sites,
     pick_device,
+    rank_in_job,
     timeout_seconds,
 )
 from .steps.batch_loop import batch_loop
@@ -327,7 +328,7 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
     if messages is not None:
         messages.bind(optimizer, updater, gradient_factor.without_weights)
     with everywhere():
-        record = None if outer.number else _record(config, device, mesh, collectives)
+        record = _record(config, device, mesh, collectives, outer)
         monitor = _monitor(config, record)
         loader = _watched(_loader(given, config, mesh, collectives, outer), record)
         packing = _packing(model, config, loader, collectives)
@@ -668,14 +669,19 @@ def _scheduler(
 
 
 def _record(
-    config: Config, device: torch.device, mesh: MeshGroups, collectives: Collectives
+    config: Config,
+    device: torch.device,
+    mesh: MeshGroups,
+    collectives: Collectives,
+    outer: OuterLoop,
 ) -> RunRecord | None:
-    if not config.report_folder:
+    if not config.report_folder or (outer.number and not config.recovery.enabled):
         return None
     from .telemetry.record import RunRecord
 
     place = mesh.mesh.coordinates(collectives.rank)
-    return RunRecord(config, device, collectives, mesh.opened, place)
+    opened, is_reserve = mesh.opened, outer.number > 0
+    return RunRecord(config, device, collectives, opened, place, is_reserve=is_reserve)
 
 
 def _watched(loader: Any, record: RunRecord | None) -> Any:
@@ -694,7 +700,7 @@ def _monitor(config: Config, record: RunRecord | None) -> Monitor:
         return Monitor(record=writes)
     from .telemetry.monitor import build_monitor
 
-    return build_monitor(config, dist.get_rank(), writes)
+    return build_monitor(config, rank_in_job(), writes)
 
 
 def _preemption(config: Config, collectives: Collectives, trains: bool) -> Preemption:

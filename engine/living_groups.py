@@ -285,6 +285,7 @@ class LivingGroups(HeldStates):
         gone, back = changes(self._members, trial.groups)
         self._members = trial.groups
         groups, living = ", ".join(map(str, trial.groups)), self._presence.newest().units
+        self._engine.report.stand_in(writes=self.number == min(living, default=self.number))
         lost = self._presence.reasons
         texts = [
             f"group {group} is {'late or stopped' if group in living else f'gone ({lost[group]})'}"

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
 from ...offload.host import HostShardStore, HostStore
 from ...offload.interfaces import ShardStore, StateStore
@@ -16,6 +15,7 @@ from ...zero.model.sharded_model import ShardedModel
 from ..checkpoint.agreement import together
 from ..config.config import Config
 from ..optim.optimizers import ClientOptimizer, count_states
+from ..process.process import rank_in_job
 from .precision import host_ratio
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def _state_store(config: Config, optimizer: ClientOptimizer | None) -> StateStor
     assert section.nvme_path is not None  # checked with the config
     options = _disk_options(config)
     num_states = count_states(config.optimizer, optimizer)
-    return DiskStateStore(Path(section.nvme_path), options, dist.get_rank(), num_states=num_states)
+    return DiskStateStore(Path(section.nvme_path), options, rank_in_job(), num_states=num_states)
 
 
 def _shard_store(config: Config, host: HostStore | None, *, trains: bool) -> ShardStore | None:
@@ -99,7 +99,7 @@ def _shard_store(config: Config, host: HostStore | None, *, trains: bool) -> Sha
         host.queues,
         Path(section.nvme_path),
         replace(_disk_options(config), num_slots=3 if trains else 2),  # nothing is written
-        dist.get_rank(),
+        rank_in_job(),
         max_in_memory=section.max_in_cpu,
         pin=host.pin,
     )

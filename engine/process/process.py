@@ -27,6 +27,7 @@ MAX_TIMEOUT_SECONDS = 1e6  # eleven days; gloo counts milliseconds in 32 bits
 LATE_SECONDS = 30.0  # then a rank says for whom it waits
 _CONNECT_SECONDS = 2.0
 _TICK_SECONDS = 0.1
+_first_rank = 0  # of the set of this rank: see `join`
 LAUNCHER_KEYS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -133,11 +134,18 @@ def join(device: torch.device, num_sets: int = 1) -> dist.ProcessGroup:
     return group
 
 
+def rank_in_job() -> int:
+    """The number of this rank among all of the job, also where sets of ranks have groups of their own."""
+    return _first_rank + dist.get_rank()
+
+
 def _start_set(backend: str, device: torch.device, num_sets: int, timeout: timedelta) -> None:
     """Create the group of one of `num_sets` sets of ranks. New processes of a set have another name for it."""
     found = joins()
     num_ranks = int(os.environ["WORLD_SIZE"]) // num_sets
+    global _first_rank
     number, rank = divmod(int(os.environ["RANK"]), num_ranks)
+    _first_rank = number * num_ranks
     # the launcher numbers new processes in the order of their ranks
     name = f"set{number}/{0 if found is None else found.attempt - rank}"
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])

@@ -97,11 +97,14 @@ class RunRecord:
         collectives: Collectives,
         opened: Sequence[Collectives],
         place: Sequence[int],
+        *,
+        is_reserve: bool = False,
     ) -> None:
         """
         Args:
             collectives: of all ranks. opened: those of all groups; the list may grow.
             place: this rank's number among pipeline, data, sequence and tensor ranks.
+            is_reserve: another group of ranks writes, until it is lost.
         Raises:
             UsageError: on rank 0: the folder cannot be created or written.
         """
@@ -123,8 +126,9 @@ class RunRecord:
         self._started_at = time.time()
         self._loss = math.nan
         self._saved = ""
+        self.is_reserve = is_reserve
         self._is_open = True  # else `close` was called, or the file cannot be written any more
-        if collectives.rank == 0 and joins() is None:
+        if collectives.rank == 0 and joins() is None and not is_reserve:
             self._open()
             self._start(config)
 
@@ -230,7 +234,7 @@ class RunRecord:
 
     def _writes(self) -> bool:
         """This rank writes. With recovery it may be another one than before."""
-        is_chosen = self._is_open and self._collectives.rank == 0
+        is_chosen = self._is_open and self._collectives.rank == 0 and not self.is_reserve
         if is_chosen and self._file < 0:
             try:
                 self._open()

@@ -185,6 +185,11 @@ class StepReport:
         if self._record is not None:
             self._record.recovered(reason, seconds)
 
+    def stand_in(self, *, writes: bool) -> None:
+        """This group of ranks writes the record of the run from now on, or another one."""
+        if self._record is not None:
+            self._record.is_reserve = not writes
+
     def has_joined(self) -> None:
         """This process takes part in a run of others from now on."""
         if self._record is not None:

@@ -97,8 +97,8 @@ def check_agree(ranks: list[dict[str, Any]]) -> None:
     held: dict[int, set[int]] = {}
     for rank in ranks:
         for _, version, _, digest in rank["history"]:
-            held.setdefault(version, set()).add(digest)
-    assert all(len(digests) == 1 for digests in held.values()), held
+            held.setdefault(version, set()).update({digest} - {None})
+    assert all(len(digests) <= 1 for digests in held.values()), held
 
 
 def wait_for(condition: Any, launcher: ForkedLauncher) -> None:
@@ -148,11 +148,11 @@ def test_a_group_that_dies_is_left_out(
         if not more:
             values = torch.tensor(one["values"])
             torch.testing.assert_close(values, expected[left[0]], rtol=1e-4, atol=1e-5)
-    if lost:
-        run = read_run(str(tmp_path / "report"))
-        text = f"group {lost} is gone (rank {dead} was ended by SIGKILL)"
-        assert [each.text.partition(":")[0] for each in run.failures] == [text]
-        assert run.failures[0].seconds["stall"] >= 0
+    run = read_run(str(tmp_path / "report"))
+    text = f"group {lost} is gone (rank {dead} was ended by SIGKILL)"
+    assert [each.text.partition(":")[0] for each in run.failures] == [text]
+    assert run.failures[0].seconds["stall"] >= 0 and run.num_starts == 1 and not run.foreign
+    assert max(run.steps) == steps
 
 
 @pytest.mark.slow
