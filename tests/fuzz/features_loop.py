@@ -223,7 +223,7 @@ class StateRead(Feature):
         state = side.state()
         for name in sorted(state):
             if state[name].is_floating_point() and state[name].numel():
-                side.see(f"state {name}", state[name].double().norm())
+                side.see(f"state {name}", state[name].cpu().double().norm())
 
 
 class ForwardGathered(Feature):

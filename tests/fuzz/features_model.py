@@ -375,7 +375,7 @@ class GradientHooks(Feature):
     def initialized(self, side: Side) -> None:
         def read(param: nn.Parameter) -> None:
             assert param.grad is not None, "a hook after accumulation sees no gradient"
-            side.hooked.append(param.grad.double().norm().item())
+            side.hooked.append(param.grad.cpu().double().norm().item())
 
         for number, (_, param) in enumerate(side.net.named_parameters()):
             if param.requires_grad and param.numel():

@@ -198,10 +198,10 @@ class AssignedAndRead(_Written):
         for number, param in enumerate(params):
             param.data = _ramp(param)
             if number % 2 == self.case.seed // 2 % 2:
-                side.see("read", side.value_of(param).double().norm())
+                side.see("read", side.value_of(param).cpu().double().norm())
         if self.case.seed // 2 % 2:
             state = side.state()
-            side.see("state", sum(state[n].double().norm() for n, _ in trained(side.net)))
+            side.see("state", sum(state[n].cpu().double().norm() for n, _ in trained(side.net)))
 
 
 class Loaded(Feature):

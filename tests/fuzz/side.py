@@ -35,7 +35,7 @@ class Side(ABC):
     def see(self, what: str, value: Any) -> None:
         """Keep a value to be compared."""
         if isinstance(value, Tensor):
-            value = value.detach().double().cpu()
+            value = value.detach().cpu().double()
             value = value.item() if value.numel() == 1 else value
         self.seen.append((what, value))
 
