@@ -63,6 +63,8 @@ def main() -> None:
         return found
 
     LivingGroups._mean = dies_in_mean
+    if "SAVE" in os.environ:
+        engine.resume(OUT / "saved")
     started, fragment = engine.global_steps, loop._fragments[0]
     last, is_whole = max(STEPS, started + 4), not WAITS
     while engine.global_steps < last or not is_whole:
@@ -77,6 +79,8 @@ def main() -> None:
         is_whole |= len(loop._members) == OUTER["groups"] and loop._version > 3
         (OUT / f"version{RANK}").write_text(str(loop._version))
         time.sleep(PAUSES.get(str(GROUP), 0.0))
+    if "SAVE" in os.environ:
+        engine.save_checkpoint(OUT / "saved")
     state = engine.full_state_dict(rank0_only=False)
     found = {
         "history": history,

@@ -201,6 +201,19 @@ def test_new_processes_begin_with_the_outer_parameters(
     assert new["started"] > 5 and new["history"][0][1] > 2
 
 
+@pytest.mark.slow
+def test_the_first_group_that_lives_saves_for_all(tmp_path: Path) -> None:
+    outer = {"groups": 2, "steps": 3, "delay": 1} | WAITS
+    more = {"DEATHS": {0: [4, "forward", "SIGKILL"]}, "STEPS": 10, "SAVE": "1"}
+    ended(start(tmp_path, outer, ADAM, 1, **more))
+    assert (tmp_path / "saved" / "latest").read_text().strip() == "global_step10"
+    ended(start(tmp_path, outer, ADAM, 1, STEPS=16, SAVE="1"))
+    ranks = found(tmp_path, [0, 1])
+    check_agree(ranks)
+    assert [rank["started"] for rank in ranks] == [10, 10]
+    assert {each[1] for each in ranks[0]["history"]} == {0, 1}
+
+
 class Everyone:
     """Which groups are there, for threads that stand for them."""
 
