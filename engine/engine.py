@@ -798,12 +798,15 @@ class Engine:
         """Go on from the last checkpoint in `folder`, or start where there is none. A collective.
 
         A damaged one is left out, with a warning, and the one before it is loaded.
-        Returns its folder and client_state; (None, {}) at the start.
+        Returns its folder and client_state; (None, {}) at the start. In a new process that recovery has given
+        states it loads nothing, and returns None and the client_state of these: the other ranks train.
         Raises UsageError, and nothing has changed, where checkpoints are there and none can be loaded.
         """
         from .checkpoint.load import has_checkpoint
 
         self._states.check_usable()
+        if self._parts.recovery.has_taken_over:
+            return None, dict(self._states.client_state or {})
         found = has_checkpoint(self._sharded.collectives, folder)
         if not self._parts.outer.of_first(found):
             return None, {}

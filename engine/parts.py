@@ -129,6 +129,7 @@ class Recovery:
     has_lost = False
     must_regroup = False  # what this rank says in the message of its steps
     generation = 0  # of the groups
+    has_taken_over = False  # this process has the states of a lost one, and has not trained yet
 
     def bind(self, parts: Parts, counters: Counters, step: Any, states: Any) -> None:
         """The pieces of the engine."""
@@ -169,6 +170,10 @@ class Recovery:
 
         A collective then.
         """
+        return
+
+    def before_vote(self) -> None:
+        """This rank is about to send its part of the norm, after which masters may change."""
         return
 
     def commit(self) -> None:

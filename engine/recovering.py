@@ -6,6 +6,10 @@
 No update begins before the message of the norm has arrived from all ranks, and each rank sends its part when
 its sums are complete. So what a rank lacks, if others have updated, is the message: they give it, and it
 updates as well. If none has updated, all repeat the step.
+
+Where ranks hold one copy of the states alone they keep versions of it (checkpoint/versions.py), and wait for a
+new process in the place of the lost rank. All ranks then load the newest version that all have: of the last
+step, or of the one before it.
 """
 
 from __future__ import annotations
@@ -15,7 +19,6 @@ import json
 import logging
 import os
 import shutil
-import tempfile
 import time
 import zlib
 from collections.abc import Callable
@@ -29,22 +32,19 @@ import torch.distributed as dist
 
 from ..ops.comm.backend import set_timeout, state_of
 from ..ops.comm.collectives import Collectives
-from ..ops.comm.exchange import all_gather_json
+from ..ops.comm.exchange import agreeing, all_gather_json
 from ..ops.comm.mesh_groups import MeshGroups
 from ..ops.comm.opening import open_collectives
-from ..recovery.generations import (
-    SHARED_MEMORY,
-    STATES_PREFIX,
-    Generation,
-    Meeting,
-)
+from ..recovery.generations import Generation, Meeting
+from ..recovery.slots import new_folder, versions_folder
 from ..recovery.units import data_ranks_of_unit, mesh_of_units, shares_of
 from ..utils.errors import PeerError, UsageError, XdsError
 from ..utils.version import __version__
 from ..zero.core.reduction import StepStatus
-from .checkpoint.image import read_image, write_image
-from .checkpoint.random_state import KeptRandom
+from .checkpoint.image import Image, read_image
+from .checkpoint.random_state import KeptRandom, read_random_state
 from .checkpoint.save import SaveOptions
+from .checkpoint.versions import NONE, Versions, newest_common
 from .config.config import Config
 from .counters import Counters
 from .data.loaders import RankLoader
@@ -57,7 +57,8 @@ from .steps.training_step import TrainingStep
 log = logging.getLogger("xds")
 LIGHTHOUSE = "XDS_LIGHTHOUSE"  # host:port of the store in which the launcher names generations
 LOOK_SECONDS = 0.1  # between two looks of rank 0 for another generation
-CONNECT_SECONDS = 2.0  # of a new group: all its ranks are there
+CONNECT_SECONDS = 2.0  # of a new group: all its ranks are there. Doubled where that was too short
+MOST_CONNECT_SECONDS = 60.0
 NEW = -1  # the step of a process that has no states yet
 Result = TypeVar("Result")
 
@@ -81,6 +82,7 @@ class _Committed:
     micro_steps: int
     global_samples: int
     random: KeptRandom
+    generators: dict[str, Any] | None  # the same for an image, where ranks keep versions
 
 
 class _Row(NamedTuple):
@@ -88,6 +90,7 @@ class _Row(NamedTuple):
 
     step: the steps that it has taken; NEW: it has no states. calls: collective calls between steps; is_inside:
     it is in the last one. digest: of config and versions. waits: it has lost the message of its next step.
+    newer, older: the steps of which it has versions of its states; NONE: fewer than two.
     """
 
     step: int
@@ -95,6 +98,8 @@ class _Row(NamedTuple):
     is_inside: int
     digest: int
     waits: int
+    newer: int
+    older: int
 
 
 @final
@@ -115,6 +120,9 @@ class LiveRecovery(Recovery):
         self._rank, self._mesh = collectives.rank, groups.mesh  # at the start of the run
         self._shard_ranks = config.recovery.shard_ranks(config.zero_optimization, groups.mesh)
         self._units = config.recovery.units(config.zero_optimization, groups.mesh)
+        self._versions: Versions | None = None
+        if config.recovery.keeps_versions(config.zero_optimization):
+            self._versions = Versions(versions_folder(self._rank))
         self._base = _connection()  # of groups
         self._meeting = Meeting(_connection(), "recovery", self._rank, self._units)
         self._generation = Generation(0, tuple(range(len(self._units))))
@@ -142,19 +150,27 @@ class LiveRecovery(Recovery):
         parts.sharded.reduction.sums_first = True
 
     def begin(self) -> None:
+        assert self._target is not None
         self._collectives.watch.recovers = True
         self._note(self._source.start())
         if self._joins is not None:
-            assert self._target is not None
+            if self._versions is not None:
+                self._versions.find()
             self._meeting.ask_to_join(self._joins.attempt)
             self._recover()
             self._target.parts.report.has_joined()
+            self.has_taken_over = True
             if self._call:  # the others save
                 self.run(self._target.states.save, *self._call)
             return
         self._count_engines()
+        if self._versions is not None:
+            self._target.parts.updater.allocate_states()
+            with agreeing(self._collectives, "recovery"):
+                self._versions.reserve(self._image(self._target).size_bytes)
         self._collectives.barrier()  # from here on every rank can recover
-        self._meeting.announce(self._config.recovery.least_units(len(self._units)))
+        num_least = self._config.recovery.least_units(len(self._units))
+        self._meeting.announce(num_least, has_one_copy=self._versions is not None)
 
     @property
     def generation(self) -> int:  # type: ignore[override]
@@ -180,6 +196,8 @@ class LiveRecovery(Recovery):
 
     @property
     def must_regroup(self) -> bool:  # type: ignore[override]
+        if self._versions is not None:  # another generation begins with a failure alone
+            return False
         if self._collectives.rank or time.monotonic() - self._looked_seconds < LOOK_SECONDS:
             return False
         self._looked_seconds = time.monotonic()
@@ -189,7 +207,7 @@ class LiveRecovery(Recovery):
         self._regroups = status.regroups and not self.has_lost
 
     def settle(self, error: PeerError) -> StepStatus:
-        if not self.takes_failure():
+        if not self.takes_failure() or self._versions is not None:  # all go back to one version
             raise error
         assert self._target is not None
         with self._target.parts.report.spending("stall"):
@@ -213,6 +231,8 @@ class LiveRecovery(Recovery):
         self._note(taken)
 
     def begin_step(self) -> None:
+        self.has_taken_over = False
+        self._keep_version()
         if not self._regroups or self.has_lost:
             return
         # what the script does between two steps, such as a save, is done: new processes know nothing of it
@@ -222,8 +242,14 @@ class LiveRecovery(Recovery):
             reason, stall_seconds = self._recover()
         report.recovered(reason, {"stall": round(stall_seconds, 6)})
 
+    def before_vote(self) -> None:
+        if self._versions is not None:
+            self._versions.complete()
+
     def loaded(self) -> None:
         self._note(self._source.start())
+        if self._versions is not None:
+            self._versions.drop_after(NONE)
 
     def recover(self) -> None:
         """See `Recovery`. Raises PeerError: the run does not go on, or not with this rank."""
@@ -240,6 +266,8 @@ class LiveRecovery(Recovery):
         """`call`, a collective between two steps. It is repeated if a rank fails before any has ended it."""
         self._num_calls += 1
         self._is_inside, self._call = True, args
+        self._keep_version()  # so that a run which goes back goes back to this call
+        self.before_vote()
         try:
             while True:
                 with self:
@@ -251,6 +279,8 @@ class LiveRecovery(Recovery):
             self._is_inside, self._call = False, ()
 
     def end(self) -> None:
+        if self._versions is not None:
+            self._versions.close()
         self._target = None
         self._collectives.watch.recovers = False
 
@@ -265,9 +295,27 @@ class LiveRecovery(Recovery):
     def _note(self, position: dict[str, int]) -> None:
         assert self._target is not None
         counters, random = self._target.counters, KeptRandom(self._collectives.device)
+        generators = None
+        if self._versions is not None:
+            generators = read_random_state(self._collectives.device)
         self._committed = _Committed(
-            position, counters.micro_steps, counters.global_samples, random
+            position, counters.micro_steps, counters.global_samples, random, generators
         )
+
+    def _keep_version(self) -> None:
+        """Begin to write the version of the last step, with what the script has written to parameters since."""
+        versions, target = self._versions, self._target
+        if versions is None or target is None or self.has_lost:
+            return
+        if not versions.is_kept(target.counters.global_steps):
+            versions.begin(self._image(target))
+
+    def _image(self, target: RecoveryTarget) -> Image:
+        """What this rank holds, as it was when the last step ended."""
+        # a save that runs has its own
+        client_state = self._call[2] if self._call else target.states.client_state
+        with self._loader.standing_at(self._committed.position):
+            return Image(target.parts, target.counters, client_state, self._committed.generators)
 
     def _drop(self, target: RecoveryTarget) -> None:
         """Be where the last step has ended."""
@@ -282,17 +330,20 @@ class LiveRecovery(Recovery):
         """Take part in the newest generation, from the newest step on. Returns why, and the seconds it took."""
         target, begun_seconds = self._target, self._lost_seconds or time.monotonic()
         assert target is not None
+        if self._versions is not None:
+            self._versions.complete()
         while True:
             if not self._has_met:
                 self._meet()
             try:
-                self._heal(target)
+                (self._heal if self._versions is None else self._go_back)(target)
                 break
             except PeerError:  # another rank has failed meanwhile
                 self._has_met = False
                 self._leave()
+                self._meeting.ask_again(self._generation)
         if self._joins is not None:
-            self._meeting.say_joined(self._joins.attempt)
+            self._meeting.say_joined(self._joins.attempt, target.counters.global_steps)
         self._lost_seconds, self._regroups, self._joins, self._has_met = 0.0, False, None, False
         self._take_shares(target.counters)
         seconds = time.monotonic() - begun_seconds
@@ -309,15 +360,18 @@ class LiveRecovery(Recovery):
         waits: this rank has lost the message of its step. Returns it, if others have it.
         """
         assert self._target is not None
+        seconds = CONNECT_SECONDS
         while True:
             generation = self._next()  # raises PeerError where there is none for this rank
             try:
-                self._enter(generation, self._target.parts)
+                self._enter(generation, self._target.parts, seconds)
                 status = self._compare(self._target, waits)
                 self._has_met = True
                 return status
-            except PeerError:  # another rank has failed meanwhile
+            except PeerError:  # another rank has failed meanwhile, or was too slow
                 self._leave()
+                self._meeting.ask_again(generation)
+                seconds = min(2 * seconds, MOST_CONNECT_SECONDS)
 
     def _next(self) -> Generation:
         """The next generation that all its ranks have joined."""
@@ -329,16 +383,22 @@ class LiveRecovery(Recovery):
                 return found
             number = found.number
 
-    def _enter(self, generation: Generation, parts: Parts) -> None:
-        """Open all groups anew. Raises PeerError: a rank has failed meanwhile."""
+    def _enter(self, generation: Generation, parts: Parts, seconds: float) -> None:
+        """Open all groups anew. Raises PeerError: a rank has failed meanwhile, or was not there in time."""
         self._generation = generation
         ranks = self._meeting.ranks_in(generation)
-        mesh = mesh_of_units(self._mesh, self._shard_ranks, len(generation.units))
+        mesh = self._mesh
+        if self._versions is None:
+            mesh = mesh_of_units(self._mesh, self._shard_ranks, len(generation.units))
         self._collectives.stop_watching()
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        if not dist.is_initialized():
+            # torch counts groups, and their numbers are in the names by which ranks meet. One that could not be
+            # opened has left its number behind; the end of any default group begins anew
+            alone = dist.HashStore()  # type: ignore[attr-defined]
+            dist.init_process_group("gloo", store=alone, rank=0, world_size=1)
+        dist.destroy_process_group()
         store = dist.PrefixStore(f"generation{generation.number}", self._base)  # type: ignore[attr-defined]
-        short = timedelta(seconds=CONNECT_SECONDS)
+        short = timedelta(seconds=seconds)
         section = self._config.communication.where(has_native_ops=self._config.ops.native)
         device = self._collectives.device
         try:
@@ -352,7 +412,7 @@ class LiveRecovery(Recovery):
             group = dist.group.WORLD
             assert group is not None
             self._collectives.reopen(open_collectives(group, device, section=section))
-            self._groups.reopen(mesh, group, CONNECT_SECONDS)
+            self._groups.reopen(mesh, group, seconds)
         except RuntimeError as error:
             raise PeerError(
                 f"rank {self._rank}: generation {generation.number}: {error}"
@@ -370,7 +430,8 @@ class LiveRecovery(Recovery):
     def _compare(self, target: RecoveryTarget, waits: bool) -> StepStatus | None:
         """Compare the steps of all ranks. Returns the message of the step that this rank `waits` for."""
         step = NEW if self._joins is not None else target.counters.global_steps
-        own = _Row(step, self._num_calls, self._is_inside, self._digest, waits)
+        steps = (NONE, NONE) if self._versions is None else self._versions.steps
+        own = _Row(step, self._num_calls, self._is_inside, self._digest, waits, *steps)
         table = self._collectives.gather_small(torch.tensor([int(n) for n in own]), what="steps")
         self._rows = rows = [_Row(*numbers) for numbers in table.tolist()]
         newest = max(rows, key=lambda row: row.step)
@@ -379,7 +440,7 @@ class LiveRecovery(Recovery):
                 f"rank {self._rank} cannot take the place of a lost rank: its config, or its version of xds or "
                 "torch, differs from that of the ranks that train; start the run again"
             )
-        if newest.step == NEW:
+        if newest.step == NEW and self._versions is None:
             raise UsageError(
                 "all ranks that have trained are lost, before a new process has their states: start the run "
                 "again from its last checkpoint"
@@ -388,7 +449,7 @@ class LiveRecovery(Recovery):
         if any(row.calls - row.is_inside >= self._num_calls for row in rows):
             self._is_inside = False
         behind = [row for row in rows if NEW < row.step < newest.step]
-        if not behind:
+        if not behind or self._versions is not None:
             return None
         reduction = target.parts.sharded.reduction
         told: list[str] = []
@@ -408,22 +469,18 @@ class LiveRecovery(Recovery):
         """Let processes without states copy those of the same rank of another unit, and publish parameters."""
         ranks = self._meeting.ranks_in(self._generation)
         new = {rank for rank, row in zip(ranks, self._rows, strict=True) if row.step == NEW}
-        parts, states = target.parts, target.states
+        parts = target.parts
         if not new:
             if parts.sharded.policy.shards_optimizer:
                 parts.updater.publish_again()
             return
         source = next(u for u in self._generation.units if new.isdisjoint(self._units[u]))
         folder, failure = "", ""
-        parent = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else None
         try:
             if self._meeting.unit == source:
-                # a save that runs has its own
-                client_state = self._call[2] if self._call else states.client_state
-                folder = tempfile.mkdtemp(prefix=f"{STATES_PREFIX}{os.getppid()}-", dir=parent)
+                folder = str(new_folder())
                 try:
-                    with self._loader.standing_at(self._committed.position):
-                        write_image(parts, target.counters, client_state, Path(folder))
+                    self._image(target).write(Path(folder))
                 except OSError as error:
                     failure = str(error)
             told = {"folder": folder, "failure": failure, "call": _told(self._call)}
@@ -444,14 +501,42 @@ class LiveRecovery(Recovery):
         if told["failure"]:
             raise UsageError(
                 f"rank {self._rank} cannot take the place of a lost rank: the states of another rank do not "
-                f"fit into {SHARED_MEMORY}: {told['failure']}"
+                f"fit into memory: {told['failure']}"
             )
         folder = Path(told["folder"])
         client_state = read_image(target.parts, target.counters, folder, also_random=False)
         self._note(self._source.start())
+        self._take_call(target, client_state, [each["call"] for each in every])
+
+    def _go_back(self, target: RecoveryTarget) -> None:
+        """All ranks load the newest version that all of them have. For all ranks."""
+        assert self._versions is not None
+        step = newest_common([(row.newer, row.older) for row in self._rows])
+        if step == NONE:
+            self._meeting.give_up()
+            raise UsageError(
+                "the ranks have no version of the states in memory that all of them share: start the run again "
+                "from its last checkpoint"
+            )
+        if self._is_inside and step < target.counters.global_steps:
+            raise UsageError(
+                f"rank {self._rank}: the run goes back to step {step}, and the script is in a save after "
+                f"step {target.counters.global_steps}, so a new process takes its place after step {step}"
+            )
+        calls = all_gather_json(self._collectives, _told(self._call), "the calls of ranks")
+        folder = self._versions.folder_of(step)
+        client_state = read_image(target.parts, target.counters, folder, also_random=True)
+        self._collectives.barrier()
+        self._versions.drop_after(step)
+        self._note(self._source.start())
+        if self._joins is not None:
+            self._take_call(target, client_state, calls)
+
+    def _take_call(self, target: RecoveryTarget, client_state: Any, every: list[Any]) -> None:
+        """Take part in the call that runs between two steps. every: what each rank tells of its own."""
         calls = max(row.calls for row in self._rows)
         is_ended = any(row.calls - row.is_inside >= calls for row in self._rows if row.step != NEW)
-        call = next((each["call"] for each in every if each["call"]), None)
+        call = next((each for each in every if each), None)
         if is_ended or call is None:
             self._num_calls, self._call = calls, ()
             target.states.client_state = client_state
@@ -464,6 +549,8 @@ class LiveRecovery(Recovery):
         )
 
     def _take_shares(self, counters: Counters) -> None:
+        if self._versions is not None:  # no unit is gone
+            return
         steps, unit = self._config.gradient_accumulation_steps, self._meeting.unit
         shares = shares_of(self._generation.units, len(self._units), steps, unit)
         each = data_ranks_of_unit(self._mesh, self._shard_ranks)

@@ -70,7 +70,9 @@ class Recovery(Section):
         "`xds --recover`",
     )
     copies: Count = Field(
-        1, description="copies of the states beside those that ranks hold anyway; only 1 is built"
+        1,
+        description="where ranks hold one copy of the states alone (stages 1 to 3 without "
+        "mics_shard_size), so many copies of the last two steps in shared memory; only 1 is built",
     )
     spare_hosts: Natural = Field(
         0, description="hosts that wait for the place of another one; only 0 is built"
@@ -150,10 +152,16 @@ class Recovery(Section):
             return 1
         return zero.mics_shard_size if zero.mics_shard_size > 0 else mesh.data * mesh.sequence
 
+    def keeps_versions(self, zero: Any) -> bool:
+        """Ranks hold one copy of the states alone, so each keeps versions of its part in shared memory."""
+        return self.enabled and zero.stage > 0 and zero.mics_shard_size <= 0
+
     def units(self, zero: Any, mesh: Mesh) -> list[tuple[int, ...]]:
-        """The ranks of each unit."""
+        """The ranks of each unit. Where they keep versions a rank is one, together with its versions."""
         from .units import units_of
 
+        if self.keeps_versions(zero):
+            return [(rank,) for rank in range(mesh.size)]
         return units_of(mesh, self.shard_ranks(zero, mesh))
 
     def least_units(self, num_units: int) -> int:
@@ -176,9 +184,9 @@ class Recovery(Section):
             return []
         if num_units == 1 and mesh.size > 1 and zero.stage:
             return [
-                f"zero_optimization.stage = {zero.stage} with recovery.enabled: all {mesh.size} ranks share "
-                "one copy of the states, so none may be lost; set zero_optimization.mics_shard_size to a "
-                "divisor of the ranks, so that there are several copies, or recovery.enabled to false"
+                f"zero_optimization.mics_shard_size = {zero.mics_shard_size} with recovery.enabled: all "
+                f"{mesh.size} ranks are one shard group; leave mics_shard_size out, so that each rank keeps "
+                "copies of its states, or set recovery.enabled to false"
             ]
         return [
             f"recovery.min_units = {shown(self.min_units)}: the run has {num_units} units (the smallest sets "

@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, final
 
 from pydantic import TypeAdapter
@@ -21,12 +20,8 @@ from ..ops.watch.store import Store
 from ..utils.errors import PeerError
 
 PREFIX = "xds/recovery"
-_JOINED = "joined"
-# Folders with the states of a rank for another one. Their names have the process id of the launcher, which
-# removes those of ranks that were killed.
-SHARED_MEMORY, STATES_PREFIX = "/dev/shm", "xds-states-"
+_JOINED, _GIVEN_UP = "joined after step ", f"{PREFIX}/given up"
 _POLL_SECONDS = 0.002  # between two looks for the others
-_WAIT_SECONDS = 0.5  # of one wait for the next generation
 
 
 @final
@@ -43,11 +38,25 @@ class Generation:
     reason: str = ""
 
 
-_KIND = TypeAdapter(Generation)
-_STOPPED = f"{PREFIX}/stopped"
-# the number of the rank's unit, the fewest units that go on, whether units train alone
-_ANNOUNCED = TypeAdapter(tuple[int, int, bool])
-_NUMBERS = TypeAdapter(list[int])
+@final
+@dataclass(frozen=True)
+class Announced:
+    """What a rank says when it can recover.
+
+    unit: the number of its unit. min_units: the fewest units that go on.
+    are_alone: no unit waits for another one, which may end or stop.
+    has_one_copy: each rank has a part of the one copy of the states. So a generation has all ranks: the others
+    wait until a new process, with what the lost one has left in memory, takes its place.
+    """
+
+    unit: int
+    min_units: int
+    are_alone: bool = False
+    has_one_copy: bool = False
+
+
+_KIND, _ANNOUNCED = TypeAdapter(Generation), TypeAdapter(Announced)
+_NUMBERS, _STOPPED = TypeAdapter(list[int]), f"{PREFIX}/stopped"
 
 
 def _key(number: int) -> str:
@@ -56,6 +65,10 @@ def _key(number: int) -> str:
 
 def _ready_key(number: int, rank: int) -> str:
     return f"{PREFIX}/ready/{number}/{rank}"
+
+
+def _again_key(number: int) -> str:
+    return f"{PREFIX}/again/{number}"
 
 
 def _join_key(rank: int, attempt: int) -> str:
@@ -67,7 +80,7 @@ class Lighthouse:
     """Decides who is in a generation. One process of the run has it, which outlives the ranks: the launcher.
 
     units: the ranks of each unit; empty until all ranks can recover. min_units: the fewest that go on.
-    are_alone: no unit waits for another one, which may end or stop.
+    are_alone, has_one_copy: see `Announced`.
     """
 
     def __init__(self, store: Store, num_ranks: int) -> None:
@@ -75,6 +88,7 @@ class Lighthouse:
         self.units: list[tuple[int, ...]] = []
         self.min_units = 0
         self.are_alone = False
+        self.has_one_copy = False
         self._store, self._num_ranks = store, num_ranks
 
     def is_ready(self) -> bool:
@@ -84,12 +98,13 @@ class Lighthouse:
             found = self._store.read_all_as(_ANNOUNCED, keys)
             if not found:
                 return False
-            numbers = sorted({unit for unit, *_ in found})
+            numbers = sorted({each.unit for each in found})
             self.units = [
-                tuple(rank for rank, (unit, *_) in enumerate(found) if unit == number)
+                tuple(rank for rank, each in enumerate(found) if each.unit == number)
                 for number in numbers
             ]
-            _, self.min_units, self.are_alone = found[0]
+            self.min_units = found[0].min_units
+            self.are_alone, self.has_one_copy = found[0].are_alone, found[0].has_one_copy
             self.generation = Generation(0, tuple(numbers))
         return True
 
@@ -115,18 +130,41 @@ class Lighthouse:
 
         attempts: by rank, the number of its process among those that were started for lost ranks.
         """
-        keys = [_join_key(rank, attempts.get(rank, 0)) for rank in self.units[unit]]
-        if any(self._store.read(key) is None for key in keys):
+        if not self._are_ready({rank: attempts.get(rank, 0) for rank in self.units[unit]}):
             return None
         units = tuple(sorted({*self.generation.units, unit}))
         ranks = self.units[unit]
         who = f"rank {ranks[0]} is" if len(ranks) == 1 else f"ranks {_listed(ranks)} are"
         return self._begin(units, f"{who} there again")
 
+    def repeat_if_asked(self) -> None:
+        """Begin the generation again, if one of its ranks could not meet the others, though none has ended."""
+        if self._store.read(_again_key(self.generation.number)) is not None:
+            self._begin(self.generation.units, self.generation.reason)
+
+    def is_given_up(self) -> bool:
+        """A rank has said that the run cannot go on."""
+        return self._store.read(_GIVEN_UP) is not None
+
+    def replace(self, attempts: Mapping[int, int], reason: str) -> Generation | None:
+        """With one copy: begin a generation of all ranks, if all new processes are ready; else None.
+
+        attempts: as for `admit`, of all ranks that were lost.
+        """
+        return self._begin(self.generation.units, reason) if self._are_ready(attempts) else None
+
+    def _are_ready(self, attempts: Mapping[int, int]) -> bool:
+        keys = [_join_key(rank, attempt) for rank, attempt in attempts.items()]
+        return all(self._store.read(key) is not None for key in keys)
+
     def has_joined(self, unit: int, attempts: Mapping[int, int]) -> bool:
         """Those processes have the states of the others, and take part."""
-        keys = [_join_key(rank, attempts[rank]) for rank in self.units[unit]]
-        return all(self._store.read(key) == _JOINED for key in keys)
+        return all(self.joined_step(rank, attempts[rank]) >= 0 for rank in self.units[unit])
+
+    def joined_step(self, rank: int, attempt: int) -> int:
+        """The step after which this new process has taken part; -1: it has not."""
+        said = self._store.read(_join_key(rank, attempt)) or ""
+        return int(said.removeprefix(_JOINED)) if said.startswith(_JOINED) else -1
 
     def _begin(self, units: tuple[int, ...], reason: str) -> Generation:
         self.generation = Generation(self.generation.number + 1, units, reason)
@@ -151,18 +189,21 @@ class Meeting:
         self._rank, self._units = rank, units
         self.unit = next(number for number, ranks in enumerate(units) if rank in ranks)
 
-    def announce(self, min_units: int, *, are_alone: bool = False) -> None:
-        """This rank can recover from now on. See `Lighthouse` for the arguments."""
-        text = _ANNOUNCED.dump_json((self.unit, min_units, are_alone)).decode()
+    def announce(
+        self, min_units: int, *, are_alone: bool = False, has_one_copy: bool = False
+    ) -> None:
+        """This rank can recover from now on. The arguments: see `Announced`."""
+        said = Announced(self.unit, min_units, are_alone, has_one_copy)
+        text = _ANNOUNCED.dump_json(said).decode()
         self._store.set(_ready_key(0, self._rank), text)
 
     def ask_to_join(self, attempt: int) -> None:
         """This process is ready for the place of a lost one."""
         self._store.set(_join_key(self._rank, attempt), "ready")
 
-    def say_joined(self, attempt: int) -> None:
-        """This process has the states of the others."""
-        self._store.set(_join_key(self._rank, attempt), _JOINED)
+    def say_joined(self, attempt: int, step: int = 0) -> None:
+        """This process has the states of its place, and takes part after so many steps."""
+        self._store.set(_join_key(self._rank, attempt), f"{_JOINED}{step}")
 
     def next_after(
         self, number: int, timeout_seconds: float, *, is_new: bool = False
@@ -178,12 +219,12 @@ class Meeting:
         found: Generation | None = None
         try:
             while found is None:
-                try:
-                    self._raw.wait([_key(number + 1)], timedelta(seconds=_WAIT_SECONDS))
-                except RuntimeError:
-                    if time.monotonic() > deadline:
-                        raise
-                found = self._store.read_as(_KIND, _key(number + 1))
+                if self._raw.check([_key(number + 1)]):
+                    found = self._store.read_as(_KIND, _key(number + 1))
+                elif time.monotonic() > deadline:
+                    raise RuntimeError("there is none")
+                else:
+                    time.sleep(_POLL_SECONDS)
             while (newer := self._store.read_as(_KIND, _key(found.number + 1))) is not None:
                 found = newer
         except RuntimeError as error:
@@ -213,6 +254,14 @@ class Meeting:
                 return False
             time.sleep(_POLL_SECONDS)
         return True
+
+    def ask_again(self, generation: Generation) -> None:
+        """This rank has not met the others. If none has ended, the launcher names another generation."""
+        self._store.set(_again_key(generation.number), "again")
+
+    def give_up(self) -> None:
+        """The run cannot go on: this rank ends, and no new process takes its place."""
+        self._store.set(_GIVEN_UP, "ends")
 
     def is_replaced(self, generation: Generation) -> bool:
         """There is a newer one."""
@@ -245,4 +294,4 @@ def _listed(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers))
 
 
-__all__ = ["SHARED_MEMORY", "STATES_PREFIX", "Generation", "Lighthouse", "Meeting", "Presence"]
+__all__ = ["Announced", "Generation", "Lighthouse", "Meeting", "Presence"]

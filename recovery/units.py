@@ -3,7 +3,7 @@
     stage 0, 4 ranks                          (0) (1) (2) (3)
     stage 1 to 3, mics_shard_size 2           (0 1) (2 3)             a shard group
     2 pipeline stages, 2 data ranks           (0 2) (1 3)             a pipeline: rank = stage x 2 + data rank
-    stage 1 to 3 without replicas             (0 1 2 3)               one copy: no rank may be lost
+    stage 1 to 3 without replicas             (0 1 2 3)               one copy: see `Recovery.keeps_versions`
 
 A unit is a range of data ranks, with their pipeline stages, sequence ranks and slices. So the ranks of any
 units are a mesh again, with fewer data ranks, in the same order.

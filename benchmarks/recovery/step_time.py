@@ -1,6 +1,7 @@
 """The time of a step with recovery over that without it, where no rank fails: turns of A B A B.
 
     python benchmarks/recovery/step_time.py --pairs 4 --stage 2 --mics 2 --ranks 4
+    python benchmarks/recovery/step_time.py --pairs 4 --stage 2 --rows 32    one copy of the states
 
 Each turn is a run of its own. A figure is the ratio of the median steps of two neighbouring turns; the first
 steps do not count.
@@ -44,10 +45,14 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--width", type=int, default=128, help="of the model")
+    parser.add_argument(
+        "--rows", type=int, default=2, help="samples of a micro-batch, of 32 tokens"
+    )
     parser.add_argument("--stage", type=int, default=0)
     parser.add_argument("--mics", type=int, default=1)
     args = parser.parse_args()
     os.environ |= {"STAGE": str(args.stage), "MICS": str(args.mics), "WIDTH": str(args.width)}
+    os.environ["ROWS"] = str(args.rows)
     folder = Path(tempfile.mkdtemp(prefix="step-time-"))
     turns = []
     for number in range(2 * args.pairs):

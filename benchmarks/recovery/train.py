@@ -118,10 +118,14 @@ def patch_all(model: nn.Module) -> None:
     patch(SaveJob, "write", "before write", "after write")
     patch(SaveJob, "commit", "before commit", "after commit")
     if os.environ.get("RECOVERY", "1") == "1":
+        from xds.engine.checkpoint.image import Image
         from xds.engine.recovering import LiveRecovery
 
         patch(LiveRecovery, "_enter", "before group", "after group")
-        patch(LiveRecovery, "_heal", "before healing", "after healing")
+        for name in ("_heal", "_go_back"):  # of several copies, of one
+            patch(LiveRecovery, name, "before healing", "after healing")
+        if STAGE and MICS == 1:
+            patch(Image, "write", "before copy", "after copy")
 
 
 def train(engine: Any) -> Iterator[None]:
@@ -146,7 +150,7 @@ def main() -> None:
     generator = torch.Generator().manual_seed(1)
     data = torch.randint(0, VOCABULARY, (2000, TOKENS + 1), generator=generator)
     config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 2,
+        "train_micro_batch_size_per_gpu": int(os.environ.get("ROWS", "2")),
         "gradient_accumulation_steps": int(os.environ.get("ACCUMULATION", "1")),
         "gradient_clipping": 1.0,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
@@ -157,7 +161,8 @@ def main() -> None:
     if os.environ.get("RECOVERY", "1") == "1":
         config["recovery"] = {"enabled": True}
     if STAGE:
-        config["zero_optimization"] = {"stage": STAGE, "mics_shard_size": MICS}
+        groups = {"mics_shard_size": MICS} if MICS > 1 else {}
+        config["zero_optimization"] = {"stage": STAGE, **groups}
     if "REPORT" in os.environ:
         config["report_folder"] = os.environ["REPORT"]
     if PIPE > 1:

@@ -8,11 +8,15 @@ alone. So no other rank takes part.
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
+import torch
+
+from ...utils.errors import DamagedError
 from ...zero.checkpoint.restore import Restore
 from ...zero.checkpoint.snapshot import Snapshot
 from ..counters import Counters
@@ -20,39 +24,94 @@ from ..parts import Parts
 from .format import catalogue_of, dump
 from .io.checked_file import CheckedFiles
 from .io.folders import MANIFEST, read_manifest
-from .io.tensor_file import write_tensors
+from .io.tensor_file import image_bytes, matches, rewrite_tensors
 from .load import prepare, read_files
 from .load_effect import set_engine, set_own
 from .load_plan import LoadOptions, LoadPlan
 from .manifest import new_manifest
 from .save import SaveOptions, add_own, buffer_sums, collect
 
+CHUNK_BYTES = 256 << 10  # with a checksum each
 FILE = "rank_00000-00000000.safetensors"
 
 
-def write_image(parts: Parts, counters: Counters, client_state: Any, folder: Path) -> None:
-    """Write what this rank holds, between two steps. Not collective. folder: an empty one."""
-    content = collect(parts, counters, client_state, SaveOptions(), is_alone=True)
-    snapshot = content.snapshot
-    add_own(content, parts, counters, [buffer_sums(snapshot)])
-    sums = write_tensors(folder / FILE, content.entries)
-    record = replace(
-        content.part().file,
-        path=FILE,
-        size_bytes=sums.size_bytes,
-        chunk_bytes=sums.chunk_bytes,
-        crc32=sums.crc32,
-    )
-    manifest = new_manifest(
-        tag=folder.name,
-        stage=parts.config.zero_optimization.stage,
-        mesh=snapshot.mesh,
-        flats=tuple(snapshot.flats),
-        files=(record,),
-        holders=((0,),),
-        state=content.state,
-    )
-    (folder / MANIFEST).write_bytes(dump(manifest))
+@final
+class Image:
+    """What this rank holds between two steps. Masters and states are referenced, and all else is copied."""
+
+    @torch.no_grad()
+    def __init__(
+        self,
+        parts: Parts,
+        counters: Counters,
+        client_state: Any,
+        random: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Not collective. random: states of generators instead of those that they have now."""
+        self.step = counters.global_steps
+        self._stage = parts.config.zero_optimization.stage
+        content = collect(parts, counters, client_state, SaveOptions(), is_alone=True)
+        add_own(content, parts, counters, [buffer_sums(content.snapshot)], random)
+        # buffers of modules change in a forward, and values of the engine in a step
+        changing = {
+            f"value/{number}/0"
+            for number, flat in enumerate(content.snapshot.flats)
+            if flat.kind == "buffer"
+        }
+        self._entries = [
+            replace(entry, tensor=entry.tensor.detach().clone())
+            if entry.name in changing or entry.name.startswith(("engine/", "own/"))
+            else entry
+            for entry in content.entries
+        ]
+        self._content = content
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the file of tensors."""
+        return image_bytes(self._entries)
+
+    def write(self, folder: Path) -> None:
+        """Write it to the folder, in place of another one. In any thread, before masters or states change.
+
+        The manifest comes last. Without it the folder has no image.
+        Raises OSError: it does not fit.
+        """
+        snapshot, manifest_path = self._content.snapshot, folder / MANIFEST
+        with suppress(FileNotFoundError):
+            manifest_path.unlink()
+        sums = rewrite_tensors(folder / FILE, self._entries, CHUNK_BYTES)
+        record = replace(
+            self._content.part().file,
+            path=FILE,
+            size_bytes=self.size_bytes,
+            chunk_bytes=CHUNK_BYTES,
+            crc32=sums,
+        )
+        manifest = new_manifest(
+            tag=folder.name,
+            stage=self._stage,
+            mesh=snapshot.mesh,
+            flats=tuple(snapshot.flats),
+            files=(record,),
+            holders=((0,),),
+            state=self._content.state,
+        )
+        partial_path = folder / f"{MANIFEST}.partial"
+        partial_path.write_bytes(dump(manifest))
+        partial_path.rename(manifest_path)
+
+
+def image_step(folder: Path) -> int | None:
+    """The step of the image in a folder, after a check of every byte; None: there is no whole image."""
+    try:
+        manifest = read_manifest(folder.parent, folder.name)
+        record = manifest.files[0]
+        if not matches(folder / FILE, record.size_bytes, record.chunk_bytes, record.crc32):
+            return None
+        return int(manifest.state["counters"]["global_steps"])
+    except (DamagedError, OSError):
+        return None
 
 
 def read_image(parts: Parts, counters: Counters, folder: Path, *, also_random: bool) -> Any:
@@ -62,7 +121,8 @@ def read_image(parts: Parts, counters: Counters, folder: Path, *, also_random: b
     Raises UsageError: it is damaged, or of another model.
     """
     manifest, options = read_manifest(folder.parent, folder.name), LoadOptions()
-    with ExitStack() as undo, CheckedFiles(folder, manifest) as files:
+    in_memory, opened = parts.updater.in_memory(), CheckedFiles(folder, manifest)
+    with in_memory, ExitStack() as undo, opened as files:
         snapshot = Snapshot(parts.module, parts.sharded, parts.updater, is_alone=True)
         catalogue = catalogue_of(manifest, str(folder / MANIFEST))
         restore = Restore(snapshot, catalogue)
@@ -79,4 +139,4 @@ def read_image(parts: Parts, counters: Counters, folder: Path, *, also_random: b
     return plan.state["client_state"]
 
 
-__all__ = ["read_image", "write_image"]
+__all__ = ["Image", "image_step", "read_image"]

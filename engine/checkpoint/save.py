@@ -357,10 +357,17 @@ def buffer_sums(snapshot: Snapshot) -> dict[str, int]:
     }
 
 
-def add_own(content: Content, parts: Parts, counters: Counters, sums: list[dict[str, int]]) -> None:
+def add_own(
+    content: Content,
+    parts: Parts,
+    counters: Counters,
+    sums: list[dict[str, int]],
+    random: Mapping[str, Any] | None = None,
+) -> None:
     """Add this rank's own values: random generators, unreduced gradients, buffers that differ.
 
     The first rank that has a buffer saves it for all; others save theirs where `sums`, by rank, differ.
+    random: states of generators instead of those that they have now.
     """
     snapshot = content.snapshot
     mine = sums[snapshot.rank]
@@ -376,7 +383,8 @@ def add_own(content: Content, parts: Parts, counters: Counters, sums: list[dict[
         str(flat): {"local": local, "filled": filled}
         for flat, (local, filled) in snapshot.grad_locals().items()
     }
-    own = {"random": read_random_state(parts.device), "buffers": buffers, "grads": grads}
+    generators = read_random_state(parts.device) if random is None else dict(random)
+    own = {"random": generators, "buffers": buffers, "grads": grads}
     means = counters.means.state()
     if means is not None:
         own["means"] = means

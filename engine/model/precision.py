@@ -76,7 +76,8 @@ def policy_of(config: Config, splits: bool, stage: int, world_size: int) -> Poli
         accumulate=DTYPES[accumulate] if accumulate else None,
         communicate=DTYPES[sent] if sent else None,
     )
-    if config.recovery.enabled and config.outer is None:
+    keeps_versions = config.recovery.keeps_versions(config.zero_optimization)
+    if config.recovery.enabled and config.outer is None and not keeps_versions:
         units, num_parts = config.data_parallel_ranks, 0
         if (
             not policy.shards_optimizer

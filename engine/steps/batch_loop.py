@@ -130,7 +130,9 @@ class BatchLoop(Loop):
             raise UsageError(NO_ITERATOR)
         engine.module.train()
         done = engine.global_steps
-        while engine.global_steps == done:  # a step that is dropped begins again
+        while (
+            engine.global_steps <= done
+        ):  # a step that is dropped, and one before it, are taken again
             with self._recovery:
                 self._micro_batch(engine, self._next_batches(engine, None))
             if self._recovery.has_lost:

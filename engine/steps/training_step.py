@@ -402,6 +402,7 @@ class TrainingStep(BackwardRules):
 
     def _start_finish(self) -> StepStatus:
         parts = self._parts
+        parts.recovery.before_vote()
         regroups = parts.recovery.must_regroup
         # not in one message: a process that comes would not hear that the others save
         saves = parts.saves.is_asked and not regroups

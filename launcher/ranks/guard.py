@@ -1,11 +1,14 @@
 """The guard process: kills the child processes of the ranks after their launcher was killed.
 
     python -I -S guard.py      standard input: the process id of each rank, one per line; at a normal end "done"
+                               "remove /dev/shm/name-*": folders to remove
 
 The kernel kills a rank when its launcher is killed (see worker.py), but not the rank's child processes. So each
 launcher starts a guard process, in its own process group. The guard's standard input closes when the launcher
 ends for any reason. Then the guard kills every process in the ranks' sessions, and says so. A session also
 includes children of children, even after their parent has exited, and in any process group.
+
+It also removes what ranks have left in shared memory, of which the launcher gives the pattern.
 
 The guard is started by its path and imports only the standard library. It starts within milliseconds, while the
 launcher imports torch.
@@ -26,7 +29,7 @@ from typing import final
 HELPERS_SECONDS = 0.5  # time for trackers of shared memory to clean up after their rank has ended
 _GIVE_UP_SECONDS = 2.0
 _TICK_SECONDS = 0.02
-_DONE = b"done\n"
+_DONE, _REMOVE = b"done\n", b"remove "
 LAUNCHER_KILLED = (
     "xds: the launcher was killed, so all its ranks have ended; "
     "start the run again from its last checkpoint\n"
@@ -103,6 +106,10 @@ class Guard:
         """Add the rank with process id `pid`, which leads a session."""
         self._send(b"%d\n" % pid)
 
+    def remove(self, pattern: str) -> None:
+        """Add folders that outlive the ranks."""
+        self._send(_REMOVE + os.fsencode(pattern) + b"\n")
+
     def __exit__(
         self,
         kind: type[BaseException] | None,
@@ -127,15 +134,29 @@ def main() -> None:
     for signum in ignored:
         signal.signal(signum, signal.SIG_IGN)
     ranks: dict[int, str] = {}
+    patterns: list[str] = []
     for line in sys.stdin.buffer:
         if line == _DONE:
             return
+        if line.startswith(_REMOVE):
+            patterns.append(os.fsdecode(line.removeprefix(_REMOVE).rstrip()))
+            continue
         pid = int(line)
         ranks[pid] = started(pid)
     end_sessions(still_ours(ranks), HELPERS_SECONDS)
+    _remove(patterns)
     if ranks:
         with contextlib.suppress(OSError):  # nobody reads
             os.write(2, LAUNCHER_KILLED.encode())
+
+
+def _remove(patterns: Iterable[str]) -> None:
+    import shutil  # a guard that has nothing to do starts without them
+    from glob import glob
+
+    for pattern in patterns:
+        for path in glob(pattern):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -82,6 +82,10 @@ def supervise(
     if order.generation:
         gc.collect()  # torch keeps the previous start's store, thread and sockets alive in a reference cycle
     with Guard() as guard:
+        if order.job.recovers:
+            from ...recovery.slots import all_folders
+
+            guard.remove(all_folders(os.getpid()))
         kind = Units if order.job.recovers else _Agent
         agent, workers = kind(order, folder, stop, extra), Workers(guard)
         agent.start()

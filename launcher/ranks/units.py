@@ -4,6 +4,9 @@
                                                    the other ranks of the unit are killed
     rank 1 is stopped (SIGSTOP) for too long ──> it is killed, so it ends
 
+Where ranks hold one copy of the states alone, the next generation has a new process in the place of the lost
+one, and begins when that is ready.
+
 torch's agent ends all its ranks at the first failure. So this module starts the ranks itself, in the same
 environment. The store is in this process, and outlives every rank.
 """
@@ -21,7 +24,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from pathlib import Path
+from glob import glob
 from typing import TYPE_CHECKING, Any, final
 
 from ...utils.errors import XdsError
@@ -40,6 +43,9 @@ if TYPE_CHECKING:
 STOPPED_SECONDS = 1.0  # a rank that is stopped for so long is lost
 _LOOK_SECONDS = 0.05
 _SPARE_SECONDS = 2.0  # for a spare to end
+MOST_FAILURES = (
+    3  # of new processes of a rank after the same step, with one copy: the next one would fail too
+)
 _MOST_SECONDS = 0.2  # that count between two looks: in the rest this process was stopped itself
 
 
@@ -73,6 +79,11 @@ class Units(threading.Thread):
         self._joining: dict[int, int] = {}
         self._admitted: set[int] = set()  # units of such ranks that are in the newest generation
         self._attempt = 0  # the number of the last new process
+        # with one copy, by rank: how those that are lost now ended; the number of the newest process, and after
+        # which step how many of them in turn have failed
+        self._endings: dict[int, str] = {}
+        self._newest: dict[int, int] = {}
+        self._failed: dict[int, tuple[int, int]] = {}
 
     def ranks(self) -> dict[int, int]:
         """Rank by local rank; empty until they start."""
@@ -93,7 +104,8 @@ class Units(threading.Thread):
 
     def _run(self) -> None:
         from ...ops.watch.store import Store
-        from ...recovery.generations import SHARED_MEMORY, STATES_PREFIX, Lighthouse
+        from ...recovery.generations import Lighthouse
+        from ...recovery.slots import all_folders
         from .rendezvous_store import serve
 
         rendezvous, store = serve(self.order.rendezvous)
@@ -101,7 +113,14 @@ class Units(threading.Thread):
         self.store_reference = store
         messages = Store(store, "recovery", -1, self.order.key)
         lighthouse = Lighthouse(messages, self.num_ranks)
-        self._prepare(rendezvous.endpoint)
+        try:
+            self._run_ranks(lighthouse, rendezvous.endpoint)
+        finally:
+            for path in glob(all_folders(os.getpid())):
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _run_ranks(self, lighthouse: Lighthouse, endpoint: str) -> None:
+        self._prepare(endpoint)
         for rank in range(self.num_ranks):
             self._run_rank(
                 rank,
@@ -125,8 +144,6 @@ class Units(threading.Thread):
             self._look_for_stopped(min(now - before, _MOST_SECONDS), lighthouse)
             self._admit(lighthouse)
         self._end_spares()
-        for path in Path(SHARED_MEMORY).glob(f"{STATES_PREFIX}{os.getpid()}-*"):
-            shutil.rmtree(path, ignore_errors=True)
         if not (self.is_ending or self._is_over):
             self.failures = {}
 
@@ -185,8 +202,6 @@ class Units(threading.Thread):
 
     def _fill_places(self, ranks: Sequence[int], generation: int) -> None:
         """Let spares be these ranks from now on, or new processes where there are fewer. Start other spares."""
-        if not self.order.job.num_spares:
-            return
         self._spares = [spare for spare in self._spares if spare.poll() is None]
         for rank in ranks:
             spare = self._spares.pop(0) if self._spares else self._new_spare()
@@ -196,12 +211,18 @@ class Units(threading.Thread):
             with contextlib.suppress(OSError):  # it has ended meanwhile
                 spare.stdin.write(json.dumps(changes).encode() + b"\n")
                 spare.stdin.close()
-            self._joining[rank] = self._attempt
+            self._joining[rank] = self._newest[rank] = self._attempt
             self._run_rank(rank, spare)
         self._fill_spares()
 
     def _admit(self, lighthouse: Lighthouse) -> None:
         """Let new processes that have built their engines take part. End those that nobody waits for."""
+        # with one copy a generation without a new process for each lost rank would miss them
+        if not lighthouse.has_one_copy or self._joining.keys() <= self._admitted:
+            lighthouse.repeat_if_asked()
+        if lighthouse.has_one_copy:
+            self._admit_all(lighthouse)
+            return
         for unit in sorted({lighthouse.unit_of(rank) for rank in self._joining}):
             ranks = lighthouse.units[unit]
             attempts = {rank: self._joining[rank] for rank in ranks if rank in self._joining}
@@ -216,8 +237,33 @@ class Units(threading.Thread):
                 self._tell(
                     f"{lighthouse.generation.reason} (generation {lighthouse.generation.number})"
                 )
-        is_left = bool(self._running) and self._running.keys() <= self._joining.keys()
-        if is_left and not self.is_ending:  # the others have ended
+        if self._running.keys() <= self._joining.keys():
+            self._end_newcomers()
+
+    def _admit_all(self, lighthouse: Lighthouse) -> None:
+        """With one copy: begin a generation when all new processes are ready."""
+        if not self._joining:
+            return
+        if not self._admitted:
+            if lighthouse.replace(self._joining, "; ".join(self._endings.values())) is not None:
+                self._admitted.update(self._joining)
+        elif all(lighthouse.has_joined(rank, self._joining) for rank in self._joining):
+            numbers = sorted(self._joining)
+            who = "rank" if len(numbers) == 1 else "ranks"
+            number = lighthouse.generation.number
+            self._tell(
+                f"new processes of {who} {', '.join(map(str, numbers))} take part (generation {number})"
+            )
+            self._lost.difference_update(numbers)
+            self._joining.clear()
+            self._admitted.clear()
+            self._endings.clear()
+        if 0 in self._codes.values() and self._running.keys() <= self._joining.keys():
+            self._end_newcomers()
+
+    def _end_newcomers(self) -> None:
+        """The others have ended."""
+        if self._running and not self.is_ending:
             self._is_over = True
             for process in self._running.values():
                 process.kill()
@@ -243,10 +289,15 @@ class Units(threading.Thread):
         if not lighthouse.is_ready():  # before all have built their engines none goes on
             self._end_all()
             return
-        name = (
-            f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-        )
-        ending, unit = f"rank {rank} {name}", lighthouse.unit_of(rank)
+        by = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        ending = f"rank {rank} {by}"
+        if lighthouse.has_one_copy:
+            self._replace(rank, ending, lighthouse)
+        else:
+            self._lose_unit(rank, ending, lighthouse)
+
+    def _lose_unit(self, rank: int, ending: str, lighthouse: Lighthouse) -> None:
+        unit = lighthouse.unit_of(rank)
         ranks = lighthouse.units[unit]
         if rank in self._joining:  # it has not taken part yet
             for other in ranks:
@@ -260,7 +311,8 @@ class Units(threading.Thread):
         for other in ranks:  # they have no whole state
             if other in self._running:
                 self._running[other].kill()
-        if not any(other in self._running for other in ranks):
+        has_spares = self.order.job.num_spares > 0
+        if has_spares and not any(other in self._running for other in ranks):
             self._fill_places(ranks, lighthouse.generation.number)
 
     def _go_on(self, unit: int, ending: str, lighthouse: Lighthouse) -> bool:
@@ -287,6 +339,29 @@ class Units(threading.Thread):
         is_over = not any(rank in self._running for rank in ranks)
         if is_over and unit in lighthouse.generation.units and len(lighthouse.generation.units) > 1:
             lighthouse.lose(unit, "it has ended its script")
+
+    def _replace(self, rank: int, ending: str, lighthouse: Lighthouse) -> None:
+        """With one copy: start a new process for `rank`, or end the run."""
+        self._endings[rank] = ending
+        is_error = all(self._codes[other] > 0 for other in self._endings)
+        # a rank has ended, or all have raised: new processes would raise again
+        is_error &= len(self._endings) == self.num_ranks
+        if 0 in self._codes.values() or is_error or lighthouse.is_given_up():
+            self._end_all()
+            return
+        if rank in self._newest:
+            step = lighthouse.joined_step(rank, self._newest[rank])
+            before, count = self._failed.get(rank, (-1, 0))
+            self._failed[rank] = (max(step, before), count + 1 if step in (-1, before) else 1)
+            if self._failed[rank][1] >= MOST_FAILURES:
+                times = f"so did {MOST_FAILURES} of its new processes after the same step"
+                self._tell(f"{ending}, and {times}: the run ends")
+                self._end_all()
+                return
+        self._lost.add(rank)
+        self._admitted.clear()
+        self._tell(f"{ending}; the other ranks wait for a new process")
+        self._fill_places([rank], lighthouse.generation.number)
 
     def _has_states(self, unit: int, lighthouse: Lighthouse) -> bool:
         """Its processes have trained, or have copied the states of others."""

@@ -2,7 +2,10 @@
 
 import json
 import os
+import signal
 import sys
+import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -152,6 +155,138 @@ def test_the_other_pipelines_run_the_micro_batches_of_a_lost_one(tmp_path: Path)
             assert rank["samples"] == wanted["samples"] and rank["ranks"] == [place, 4]
 
 
+# -- one copy of the states ---------------------------------------------------------------------------------
+
+
+def one_copy(folder: Path, config: dict, ranks: int, deaths: list) -> tuple[dict, str]:
+    """Run the script. Returns what each rank found, by step and at the end, and what the launcher said."""
+    folder.mkdir()
+    config = {
+        **{"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2},
+        **{"optimizer": {"type": "AdamW", "params": {"lr": 0.01}}},
+        **{"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 20}}},
+        **{"recovery": {"enabled": True}, **config},
+    }
+    environ = {"OUT": str(folder), "DEATHS": json.dumps(deaths), "CONFIG": json.dumps(config)}
+    words = ["--recover", "--nproc-per-node", str(ranks), "--log-dir", str(folder / "logs")]
+    words += ["--spares", str(min(1, len(deaths))), str(SCRIPT.with_name("one_copy.py"))]
+    launcher = ForkedLauncher(words, folder, {**os.environ, **environ, "OMP_NUM_THREADS": "1"})
+    _, err = launcher.communicate(on_busy_machines(90))
+    assert launcher.returncode == 0, err
+    assert not list(Path("/dev/shm").glob(f"xds-states-{launcher.pid}-*"))
+    found = {}
+    for rank in range(ranks):
+        lines = (folder / f"rank{rank}.jsonl").read_text().splitlines()
+        records = map(json.loads, lines)  # what is taken again replaces what was taken before
+        found[rank] = {record.get("step", "end"): record for record in records}
+    return found, err
+
+
+@pytest.mark.parametrize(
+    ("ranks", "config", "deaths"),
+    [
+        # the copy of step 3 is torn: all go back to step 2
+        pytest.param(2, {"zero_optimization": {"stage": 2}}, [[0, 3, "copy"]], id="torn"),
+        pytest.param(
+            3,
+            {
+                "zero_optimization": {"stage": 1},
+                "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
+                "bf16": {"enabled": True},
+            },
+            # all ranks at once, and a rank in a save whose copy is torn
+            [[0, 3, "norm"], [1, 3, "forward"], [2, 3, "norm"], [1, 5, "copy"], [2, 8, "forward"]],
+            id="stage 1",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            4,
+            {"zero_optimization": {"stage": 3}},
+            # before and after the update; then a version that has all its bytes, and one is wrong
+            [[3, 2, "norm"], [0, 4, "updated"], [1, 6, "wrong bit"], [1, 7, "norm"]],
+            id="stage 3",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            3,
+            {"zero_optimization": {"stage": 2}},
+            # another rank while all open their groups: its peers wait for it, and then meet its new process
+            [[0, 3, "norm"], [2, None, "group"]],
+            id="in the opening of groups",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_new_process_takes_over_the_versions_of_a_lost_one(
+    tmp_path: Path, ranks: int, config: dict, deaths: list
+) -> None:
+    wanted, _ = one_copy(tmp_path / "whole", config, ranks, [])
+    found, err = one_copy(tmp_path / "killed", config, ranks, deaths)
+    assert found == wanted  # bits, samples, schedule, buffers and random numbers of all ranks
+    for rank, _, where in deaths:
+        assert (tmp_path / "killed" / f"died.{rank}.{where}").exists()
+    assert "the other ranks wait for a new process" in err and "take part (generation" in err
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_again_and_again_ends_the_run(tmp_path: Path) -> None:
+    script = tmp_path / "bad.py"
+    text = SCRIPT.with_name("one_copy.py").read_text()
+    script.write_text(
+        text.replace('die("forward")', 'assert not engine or RANK == 0, "bad sample"')
+    )
+    environ = {"OUT": str(tmp_path), "DEATHS": "[]", "OMP_NUM_THREADS": "1"}
+    config = {"zero_optimization": {"stage": 1}, "recovery": {"enabled": True}}
+    config |= {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    }
+    words = ["--recover", "--nproc-per-node", "2", str(script)]
+    launcher = ForkedLauncher(
+        words, tmp_path, {**os.environ, **environ, "CONFIG": json.dumps(config)}
+    )
+    _, err = launcher.communicate(on_busy_machines(90))
+    assert launcher.returncode == 1 and "bad sample" in err
+    assert "rank 1 ended with code 1, and so did 3 of its new processes after the same step" in err
+
+
+@pytest.mark.slow
+def test_a_run_whose_versions_are_lost_ends_with_a_sentence(tmp_path: Path) -> None:
+    """Rank 1 ends in its first copy."""
+    with pytest.raises(AssertionError) as failure:
+        one_copy(tmp_path / "lost", {"zero_optimization": {"stage": 1}}, 2, [[1, 0, "copy"]])
+    assert "no version of the states in memory that all of them share" in str(failure.value)
+    assert "start the run again from its last checkpoint" in str(failure.value)
+
+
+@pytest.mark.slow
+def test_nothing_is_left_in_memory_where_the_launcher_is_killed(tmp_path: Path) -> None:
+    script = tmp_path / "waits.py"
+    text = SCRIPT.with_name("one_copy.py").read_text()
+    script.write_text(text.replace('die("forward")', "import time; time.sleep(0.1)"))
+    environ = {"OUT": str(tmp_path), "DEATHS": "[]", "OMP_NUM_THREADS": "1"}
+    config = {"zero_optimization": {"stage": 2}, "recovery": {"enabled": True}}
+    config |= {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    }
+    words = ["--recover", "--nproc-per-node", "2", str(script)]
+    launcher = ForkedLauncher(
+        words, tmp_path, {**os.environ, **environ, "CONFIG": json.dumps(config)}
+    )
+    pattern = f"xds-states-{launcher.pid}-*/rank*/*/manifest.json"
+    wait_for(lambda: len(list(Path("/dev/shm").glob(pattern))) == 4, 60)
+    launcher.send_signal(signal.SIGKILL)
+    wait_for(lambda: not list(Path("/dev/shm").glob(f"xds-states-{launcher.pid}-*")), 10)
+
+
+def wait_for(holds: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + on_busy_machines(seconds)
+    while not holds():
+        assert time.monotonic() < deadline, "it takes too long"
+        time.sleep(0.02)
+
+
 # -- samples ------------------------------------------------------------------------------------------------
 
 
@@ -271,10 +406,15 @@ def test_a_unit_that_is_not_in_the_newest_generation_is_refused() -> None:
     second = lighthouse.lose(1, "rank 1 was ended by SIGKILL")
     assert not units[0].gather(first)  # it waits for unit 1 no longer
     assert units[0].next_after(0, 1.0) == second and units[0].gather(second)
+    lighthouse.repeat_if_asked()
+    assert lighthouse.generation == second  # nobody has asked
     with pytest.raises(PeerError, match="rank 2 is not in generation 2 of this run"):
         units[2].next_after(0, 1.0)
     with pytest.raises(PeerError, match="the launcher has named no generation after 2"):
         units[0].next_after(2, 0.1)
+    units[1].ask_again(second)  # it was too slow to open its group, and nobody has ended
+    lighthouse.repeat_if_asked()
+    assert units[0].next_after(2, 1.0) == Generation(3, second.units, second.reason)
 
 
 def test_the_launcher_ends_a_run_of_which_no_rank_has_the_states(
@@ -291,7 +431,7 @@ def test_the_launcher_ends_a_run_of_which_no_rank_has_the_states(
     assert not units._go_on(1, "rank 3 was ended by SIGKILL", lighthouse)
     assert "rank 3 was ended by SIGKILL; no other rank has the states yet" in capfd.readouterr().err
     for rank, attempt in units._joining.items():
-        store.set(f"xds/recovery/join/{rank}/{attempt}", "joined")
+        store.set(f"xds/recovery/join/{rank}/{attempt}", "joined after step 7")
     assert units._go_on(1, "rank 3 was ended by SIGKILL", lighthouse)
 
 
@@ -337,9 +477,11 @@ def test_numbers_of_units_that_cannot_recover_are_refused() -> None:
         xds.ConfigError, match="the run has 1 units .* and recovery.enabled needs at least 2"
     ):
         xds.Config.load(config, world_size=1)
-    sharded = {**config, "zero_optimization": {"stage": 2}}
-    with pytest.raises(xds.ConfigError, match="all 4 ranks share one copy of the states"):
-        xds.Config.load(sharded, world_size=4)
+    group = {**config, "zero_optimization": {"stage": 2, "mics_shard_size": 4}}
+    with pytest.raises(
+        xds.ConfigError, match="mics_shard_size = 4 .* all 4 ranks are one shard group"
+    ):
+        xds.Config.load(group, world_size=4)
     section = xds.Config.load(config, world_size=16).recovery
     # sizes of buffers: a multiple of all numbers of units that can be left
     assert [section.least_units(n) for n in (2, 8, 12, 16)] == [1, 1, 1, 12]
