@@ -1,10 +1,11 @@
 """Training on a simulated device of another name against the CPU, bit for bit.
 
     python benchmarks/fuzz/devices.py [--ranks 1,2,4] [--only TEXT] [--without TEXT] [--every N] [--steps N]
+    python benchmarks/fuzz/devices.py --random 60 [--first SEED] [--ranks 1,2,3]
 
-The cases are those of tests/contract/same_bits.py, the device is `xsim` of docs/design/gpu-rehearsal.md. Exit
-status 1: a case differs, or fails. Processes of the CPU train several cases one after another. Where one fails,
-each is tried alone.
+The cases are those of tests/contract/same_bits.py, or random ones of tests/fuzz. The device is `xsim` of
+docs/design/gpu-rehearsal.md. Exit status 1: a case differs, or fails. Processes of the CPU train several cases one
+after another. Where one fails, each is tried alone.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from pathlib import Path
 TESTS = Path(__file__).resolve().parents[2] / "tests"
 sys.path[:0] = [str(TESTS / "rehearsal"), str(TESTS / "contract"), str(TESTS)]
 
-from device_ranks import stop_ranks  # noqa: E402
+from device_ranks import ranks, stop_ranks  # noqa: E402
+from helpers import run_new_ranks  # noqa: E402
 from same_bits import cases  # noqa: E402
-from test_simulated_device import other_bits  # noqa: E402
+from test_simulated_device import drawn, other_bits  # noqa: E402
 
 
 def examined(names: list[str], steps: int) -> list[str]:
@@ -33,6 +35,19 @@ def examined(names: list[str], steps: int) -> list[str]:
     return [text for name in names for text in examined([name], steps)]
 
 
+def random_ones(seeds: list[int], world_size: int) -> list[str]:
+    """The same of random cases."""
+    try:
+        there = ranks(world_size, device="xsim").run(drawn, seeds, world_size)
+    except AssertionError as error:
+        if len(seeds) == 1:
+            return [f"seed {seeds[0]}: {str(error)[-1500:]}"]
+        return [text for seed in seeds for text in random_ones([seed], world_size)]
+    here = run_new_ranks(drawn, world_size, seeds, world_size)
+    pairs = zip(zip(*there, strict=True), zip(*here, strict=True), strict=True)
+    return [case[0] for case, wanted in pairs if case != wanted]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--ranks", default="1,2,4", help="numbers of ranks (default: %(default)s)")
@@ -41,8 +56,21 @@ def main() -> int:
     parser.add_argument("--at-once", type=int, default=12, help="cases of the same processes")
     parser.add_argument("--every", type=int, default=1, help="each Nth of them alone")
     parser.add_argument("--steps", type=int, default=5, help="steps (default: %(default)s)")
+    parser.add_argument("--random", type=int, default=0, help="so many random cases instead")
+    parser.add_argument("--first", type=int, default=0, help="the first seed of these")
     given = parser.parse_args()
     wanted = [int(number) for number in given.ranks.split(",")]
+    if given.random:
+        seeds = [*range(given.first, given.first + given.random)]
+        said = [
+            text
+            for number in wanted
+            for start in range(0, len(seeds), given.at_once)
+            for text in random_ones(seeds[start : start + given.at_once], number)
+        ]
+        stop_ranks()
+        print("\n".join([*said, f"{len(said)} of {len(wanted) * len(seeds)} cases differ"]))
+        return int(bool(said))
     names = [
         name
         for name, (number, _) in cases().items()

@@ -9,12 +9,14 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 import xds
 
 from .case import Case
+from .feature import Call
 from .groups import param_groups
 from .model import Net, build
 from .optimizers import OPTIMIZERS
@@ -38,6 +40,9 @@ class Sharded(Side):
         self.engine = xds.initialize(self.net, config, **_optimizer(self.case, self.net, groups))
         for feature in self.case.features:
             feature.initialized(self)
+
+    def batch(self, call: Call, samples: int | None = None) -> Tensor:
+        return super().batch(call, samples).to(self.engine.device)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         return self.engine(*args, **kwargs)
@@ -208,4 +213,4 @@ def _common_folder(rank: int) -> str:
 
 
 def _own(value: Tensor) -> Tensor:
-    return value.detach().float().clone()
+    return value.detach().to("cpu", torch.float32, copy=True)
