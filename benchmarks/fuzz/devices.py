@@ -4,8 +4,8 @@
     python benchmarks/fuzz/devices.py --random 60 [--first SEED] [--ranks 1,2,3]
 
 The cases are those of tests/contract/same_bits.py, or random ones of tests/fuzz. The device is `xsim` of
-docs/design/gpu-rehearsal.md. Exit status 1: a case differs, or fails. Processes of the CPU train several cases one
-after another. Where one fails, each is tried alone.
+docs/design/gpu-rehearsal.md. Exit status 1: a case differs, or fails. Processes of the CPU train several cases
+one after another. Where one fails, each is tried alone.
 """
 
 from __future__ import annotations
