@@ -68,7 +68,6 @@ RELIEFS: tuple[dict[str, Any], ...] = (
 RESERVE = 0.08  # of a device: buffers of messages and what an allocator leaves between blocks
 MOST_MICRO = 64
 MOST_CHUNKS = 8
-LARGER_IS_FASTER = 0.9  # time of a sample in a larger micro-batch, for estimates
 OVERLAPPED = (
     0.7  # part of the computation beside which messages of data ranks travel, for estimates
 )
@@ -400,7 +399,8 @@ class _Search:
         self._space = Space(data, goal, tokens, most, has_experts=has_experts)
         self._plan_of_slices = plan_with_tokens(model, blocks)
         self._busy: dict[tuple[int, int], float | None] = {}
-        self._num_blocks = 1
+        self._larger: float | None = None
+        self._num_blocks, self._most_live = 1, 0
         self._bubbles: dict[tuple[Any, ...], float] = {}
         self._end = math.inf
         self._found = Found(limit_bytes=int(machine.device_bytes.value * (1 - RESERVE)))
@@ -580,9 +580,11 @@ class _Search:
         if work is None:
             return None
         samples = point.micro_batch * point.steps
-        busy = work * samples / point.pipe * (LARGER_IS_FASTER if point.micro_batch > 1 else 1.0)
+        busy = work * samples / point.pipe
+        if point.micro_batch > 1:
+            busy *= self._of_larger(point)
         near = max(min(self._goal.ranks_per_host // point.tensor, group), 1)  # sequence ranks share
-        sent = 0.0
+        sent, beside = 0.0, busy
         if group > 1:
             parts = max(self._num_blocks // point.pipe, 1)
             size = int(own / parts * (group - 1) / group)
@@ -591,9 +593,12 @@ class _Search:
             # a rank gathers where it changes between its parts of the model
             order = NUMBERS.get(point.schedule)
             changes = point.pipe == 1 or order is None or order.chunks > 1
+            changes |= own / 2 > self._most_live  # not held from one micro-batch to the next
             gathers = 2 * point.steps if point.stage == 3 and changes else 1
             sent = one * (1 + gathers)
-        exposed = max(sent - OVERLAPPED * busy, LEAST_EXPOSED * sent)
+            if gathers == 1:  # values arrive in the first micro-batch, gradients leave in the last one
+                beside = busy / point.steps
+        exposed = max(sent - OVERLAPPED * beside, LEAST_EXPOSED * sent)
         updated = STATES_BYTES / 2 * own / (group if point.stage else 1)
         rate = self._machine.device_update or self._machine.update
         if self._machine.device != "cpu" and self._machine.device_update is None:
@@ -636,8 +641,17 @@ class _Search:
                 self._found.refused = refused
         return None
 
-    def _kernels(self, point: Point) -> float | None:
-        alone = point._replace(pipe=1, experts=1, stage=0, shard=0, micro_batch=1, steps=1)
+    def _of_larger(self, point: Point) -> float:
+        """Time of a sample in a larger micro-batch relative to that alone; from the first point that asks."""
+        if self._larger is None:
+            one, two = self._sample_seconds(point), self._kernels(point, 2)
+            self._larger = min(two / one, 1.0) if one and two else 1.0
+        return self._larger
+
+    def _kernels(self, point: Point, micro_batch: int = 1) -> float | None:
+        """Seconds of one sample in such a micro-batch."""
+        one_step = {"pipe": 1, "experts": 1, "stage": 0, "shard": 0, "steps": 1}
+        alone = point._replace(**one_step, micro_batch=micro_batch)
         data = self._space.source(alone, {})
         data.pop(TRAIN, None)
         data.pop("pipeline", None)  # one micro-batch may be too few for the stages of the file
@@ -650,6 +664,7 @@ class _Search:
         if isinstance(seen, str):
             self._found.refused[f"seconds of a step are not known: {seen}"] += 1
             return None
+        self._most_live = config.zero_optimization.max_live_parameters
         self._num_blocks = max([number + 1 for number in seen[0].forward if number >= 0], default=1)
         seconds, launch = 0.0, self._machine.launch.value
         for places in [(BEFORE,), *((n, after(n)) for n in range(self._num_blocks))]:
