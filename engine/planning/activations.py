@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +49,7 @@ class Activations:
     forward, backward: block number -> its kernels and messages in order, without a forward that is run again.
     again: block number -> those of its forward that a recomputation runs. torch ends it where all that the
         backward needs is there: the last product of a block does not run again.
+    sent_again: as `sent`, of these.
     """
 
     tokens: int = 0
@@ -60,6 +61,15 @@ class Activations:
     forward: dict[int, list[object]] = field(default_factory=lambda: defaultdict(list))
     backward: dict[int, list[object]] = field(default_factory=lambda: defaultdict(list))
     again: dict[int, list[object]] = field(default_factory=lambda: defaultdict(list))
+    sent_again: dict[int, Counter[str]] = field(default_factory=dict)
+
+
+class _Save(NamedTuple):
+    """A block saves a tensor. events: their number. kernels: the last of them. sent: bytes by kind so far."""
+
+    events: int
+    kernels: Counter[Any]
+    sent: Counter[str]
 
 
 @final
@@ -87,11 +97,11 @@ class Observer:
         self._seen: set[int] = {
             _memory(tensor) for tensor in [*model.parameters(), *model.buffers()]
         }
-        # where the running block has saved its last tensor: number of events, kernels of the last of them
-        self._last_save: tuple[int, Counter[Any]] = (0, Counter())
+        self._begun = self._sent
+        self._last_save = _Save(0, Counter(), self._sent)  # of the running block
         self._tails: dict[
             int, tuple[int, Counter[Any]]
-        ] = {}  # the same, with the kernels that follow
+        ] = {}  # by block: count, kernels that follow
         self._hooks: list[Any] = []
         for number, block in enumerate(blocks):
             begin, end = partial(self._begin, number), partial(self._end, number)
@@ -147,8 +157,9 @@ class Observer:
 
     def _begin(self, number: int, _: nn.Module, args: Any, kwargs: Any) -> None:
         before = self._running
-        self._last_save = (0, Counter())
         self._switch(number)
+        self._begun = self._sent
+        self._last_save = _Save(0, Counter(), self._sent)
         outputs = {_memory(tensor) for tensor in self._outputs}
         for tensor in _tensors((args, kwargs)):
             if tensor.requires_grad or _memory(tensor) in outputs:
@@ -158,9 +169,11 @@ class Observer:
                 tensor.register_hook(partial(self._back, before))  # type: ignore[no-untyped-call]
 
     def _end(self, number: int, _: nn.Module, __: Any, outputs: Any) -> None:
-        count, before = self._last_save
-        last = self.journal.events[count - 1] if count else None
-        self._tails[number] = count, Counter(last) - before if isinstance(last, Counter) else before
+        save = self._last_save
+        last = self.journal.events[save.events - 1] if save.events else None
+        tail = Counter(last) - save.kernels if isinstance(last, Counter) else Counter()
+        self._tails[number] = save.events, tail
+        self.found.sent_again[number] = save.sent - self._begun
         self._switch(after(number))
         self._outputs += _tensors(outputs)
         for tensor in _tensors(outputs):
@@ -177,7 +190,8 @@ class Observer:
             self.found.kept[self._running] += tensor.untyped_storage().nbytes()
         events = self.journal.events
         last = events[-1] if events else None
-        self._last_save = len(events), Counter(last) if isinstance(last, Counter) else Counter()
+        kernels = Counter(last) if isinstance(last, Counter) else Counter()
+        self._last_save = _Save(len(events), kernels, self._all_sent())
         return tensor
 
 
@@ -239,6 +253,7 @@ class Repeated:
             found.forward[number] = found.forward[model]
             found.backward[number] = found.backward[model]
             found.again[number] = found.again[model]
+            found.sent_again[number] = found.sent_again[model]
 
     def _look(self, number: int, _: nn.Module, args: Any, output: Any) -> None:
         first = next(iter(_tensors(args)), None)
@@ -323,11 +338,13 @@ def held_by(
     }
 
 
-def sent_by(found: Activations, places: Iterable[int]) -> Counter[str]:
+def sent_by(found: Activations, places: Iterable[int], *, recomputes: bool) -> Counter[str]:
     """Bytes by kind that one rank sends inside of its layers for one micro-batch. places: what it runs."""
     total: Counter[str] = Counter()
     for place in places:
         total.update(found.sent.get(place, Counter()))
+        if recomputes:
+            total.update(found.sent_again.get(place, Counter()))
     return total
 
 

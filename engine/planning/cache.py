@@ -31,7 +31,7 @@ _NO_TRACE = ("train_batch_size", "train_micro_batch_size_per_gpu", "data_paralle
 _NO_PART = (*COMPUTED, "activation_checkpointing", "data_parallel_size")
 _NO_FORWARD = (
     *("train_batch_size", "gradient_accumulation_steps", "data_parallel_size", "pipeline"),
-    *("optimizer", "scheduler", "gradient_clipping"),
+    *("optimizer", "scheduler", "gradient_clipping", "activation_checkpointing"),
 )
 
 

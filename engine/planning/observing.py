@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from ...ops.comm.fake import FakeGroups
 from ...ops.mesh import Mesh
 from ...ops.torch_internals import tree_leaves
-from ...pipe.cut.meta_copies import ShapesOnly
 from ...tensor.plan import ParallelPlan
 from ...tensor.slicing import Sliced
 from ...tensor.styles import StyleName
@@ -24,13 +23,12 @@ from ..config.batch import mesh_of
 from ..config.config import Config
 from ..data.batches import call_with, loss_of
 from ..model.arguments import is_part, with_model
-from ..model.forwards import Forward, replace_forwards
+from ..model.forwards import replace_forwards
 from ..model.fp32_modules import cast_borders
 from ..model.precision import compute_dtype
-from ..model.recompute import Recomputing
 from ..parallel.sequences import by_name, check_sequences, token_cuts
 from .activations import Activations, NotRepeated, Repeated, kind_of, models_of, observe
-from .models import FusedKernels, ModelSource
+from .models import ModelSource
 from .shares import Shares, sliced_here
 from .work import Call, Kernel
 
@@ -138,21 +136,10 @@ class Observations:
             with _own_tokens(model, batch, self._config, groups) as own:
                 call = partial(_loss, model, own)
                 compiles = self._config.compile.enabled or self._source.fuses
-                run = partial(
-                    observe,
-                    *(model, blocks, groups, call, self._calls),
-                    repeated=repeated,
-                    compiles=compiles,
+                seen = self._calls
+                return observe(
+                    model, blocks, groups, call, seen, repeated=repeated, compiles=compiles
                 )
-                found = run()
-                if self._config.activation_checkpointing.enabled:  # a recomputed block sends again
-                    undo_inner = replace_forwards(blocks, _on_meta)
-                    recomputing = Recomputing(blocks)
-                    recomputing.begin()
-                    found.sent = run().sent
-                    recomputing.end()
-                    undo_inner()
-            return found
 
     def _ways(self, idle: Collection[int]) -> ParallelPlan | None:
         """How layers are sliced. Those of blocks that do not run stay whole; their tokens are still cut."""
@@ -223,16 +210,6 @@ def _own_tokens(model: nn.Module, batch: Any, config: Config, groups: FakeGroups
         yield cuts.cut(by_name(model, batch))
     finally:
         cuts.undo()
-
-
-def _on_meta(forward: Forward) -> Forward:
-    """`forward` on the meta device, also where backward runs it again: its thread has no modes of its own."""
-
-    def again(*args: Any, **kwargs: Any) -> Any:
-        with FusedKernels(), ShapesOnly():
-            return forward(*args, **kwargs)
-
-    return again
 
 
 def _loss(model: nn.Module, batch: Any) -> Tensor:

@@ -240,7 +240,7 @@ class _Planner:
             else:
                 activations += peak_bytes(line.table, share.pipe, held)
                 sent.update(self._flow_messages(share, rank, seen))
-            sums = sent_by(seen, own)
+            sums = sent_by(seen, own, recomputes=recomputes)
             for kind, size in sums.items():
                 axes, num_ranks = seen.groups[kind]
                 whole = share.groups.along(axes)

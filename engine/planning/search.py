@@ -8,6 +8,7 @@ result, or after `Goal.seconds`; the result says which.
 
 from __future__ import annotations
 
+import gc
 import math
 import re
 import time
@@ -184,7 +185,13 @@ def search(source: ModelSource, data: Mapping[str, Any], machine: Machine, goal:
         ConfigError: the file is wrong, or the machine lacks a number.
         UsageError: the model does not run on the meta device; or nothing fits.
     """
-    return _Search(source, data, machine, goal).run()
+    found = _Search(source, data, machine, goal)
+    gc.collect()
+    gc.freeze()  # plans collect garbage often, and none is in the model
+    try:
+        return found.run()
+    finally:
+        gc.unfreeze()
 
 
 # -- what is free ------------------------------------------------------------------------------------------
@@ -596,7 +603,9 @@ class _Search:
             changes |= own / 2 > self._most_live  # not held from one micro-batch to the next
             gathers = 2 * point.steps if point.stage == 3 and changes else 1
             sent = one * (1 + gathers)
-            if gathers == 1:  # values arrive in the first micro-batch, gradients leave in the last one
+            if (
+                gathers == 1
+            ):  # values arrive in the first micro-batch, gradients leave in the last one
                 beside = busy / point.steps
         exposed = max(sent - OVERLAPPED * beside, LEAST_EXPOSED * sent)
         updated = STATES_BYTES / 2 * own / (group if point.stage else 1)
@@ -650,8 +659,9 @@ class _Search:
 
     def _kernels(self, point: Point, micro_batch: int = 1) -> float | None:
         """Seconds of one sample in such a micro-batch."""
-        one_step = {"pipe": 1, "experts": 1, "stage": 0, "shard": 0, "steps": 1}
-        alone = point._replace(**one_step, micro_batch=micro_batch)
+        alone = point._replace(
+            pipe=1, experts=1, stage=0, shard=0, micro_batch=micro_batch, steps=1
+        )
         data = self._space.source(alone, {})
         data.pop(TRAIN, None)
         data.pop("pipeline", None)  # one micro-batch may be too few for the stages of the file

@@ -329,7 +329,7 @@ def _repeated(row: Sequence[Action], *, gathers: bool) -> tuple[dict[Action, Act
         orders = {tuple(action.micro_batch for action in actions) for actions in computed}
         if len(orders) == 1:  # an action and its backward are both left out
             for actions in computed:
-                like |= dict.fromkeys(actions[2:-1], actions[1])
+                like |= {action: actions[1] for action in actions[2:-1]}
                 extra.update(actions[:-1])
     return like, extra
 
