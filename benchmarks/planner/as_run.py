@@ -7,6 +7,7 @@ Each one is an algorithm of the run with its count of bytes or messages. Two hav
   `window` keys. The column of sinks is left out.
 - overlapped messages of tensor ranks (user buffers of Transformer Engine, async tensor parallel of torch): sums
   travel beside the products before them, gathers beside those after. At most `TENSOR_HIDDEN` of each is hidden.
+- recomputation of whole blocks: torch ends it where the backward has what it needs.
 - weights in 8 bits of Megatron's FSDP: they arrive as the layers multiply them. xds makes bf16 of them first,
   with `DECODING` kernels of torch.
 - DeepEP and HybridEP: a token crosses once to each host that has one of its experts, and there by the fast
@@ -74,6 +75,12 @@ def register() -> None:
 
     AttentionInterface.register(FUSED, attend)
     AttentionMaskInterface.register(FUSED, lambda *_, **__: None)
+
+
+def with_whole_recomputation(plan: Plan) -> Plan:
+    """The plan where a recomputed block runs to its end, as in Megatron's and DeepSpeed's checkpoints."""
+    seen = {key: replace(each, again=each.forward) for key, each in plan.observed.items()}
+    return replace(plan, observed=seen)
 
 
 def with_overlapped_sums(plan: Plan) -> Plan:

@@ -33,6 +33,7 @@ from as_run import (
     with_plain_exchanges,
     with_rings,
     with_tokens_once_a_host,
+    with_whole_recomputation,
 )
 from torch import nn
 
@@ -307,6 +308,8 @@ class Published:
             config["tensor_parallel"]["plan"] = _slices(self._narrow(row).on_meta(), row)
         traced = sorted({0, row.pipe // 2, row.pipe - 1})
         plan = make_plan(source, parse_config(config), row.gpus, row.host, cache, traces=traced)
+        if "reruns_all" in row.options:
+            plan = with_whole_recomputation(plan)
         if "ring" in row.options:
             width = source.width_of_heads
             own = row.micro * row.sequence // row.sequence_ranks * width // row.tensor
