@@ -311,7 +311,7 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
     recomputing, undo_storing = _recomputing(config, blocks, device, mesh)
     with everywhere():
         groups = groups or _groups(model, config, given)
-        compiler = BlockCompiler(model, blocks, config, recomputing)
+        compiler = BlockCompiler(model, local.compilable, config, recomputing)
     # values, flat buffers, the optimizer
     sharded = _sharded(local, config, given, groups, host)
     local.start_proof(mesh, sharded.holding)

@@ -78,10 +78,14 @@ def _read_partition(value: object) -> object:
 
 
 def _check_bounds(bounds: str | tuple[int, ...]) -> str | tuple[int, ...]:
-    if isinstance(bounds, tuple) and (
-        bounds[0] != 0 or any(end <= start for start, end in pairwise(bounds))
-    ):
-        raise ValueError("bounds must begin with 0, and each must be larger than the one before it")
+    if isinstance(bounds, str):
+        return bounds
+    sizes = [end - start for start, end in pairwise(bounds)]
+    if bounds[0] != 0 or min(sizes, default=1) < 0 or 0 in sizes[1:-1]:
+        raise ValueError(
+            "bounds must begin with 0, and each must be larger than the one before it; the first two may be "
+            "equal, and so may the last two"
+        )
     return bounds
 
 
@@ -148,7 +152,8 @@ class Pipeline(Section):
         "best",
         description="where the layers are cut. uniform: equal numbers of layers. parameters: equal numbers of "
         "parameters. type: equal numbers of layers whose class name matches. best: the slowest part is as fast "
-        "as possible, by counted operations. Bounds: part i has the layers from bound i to before bound i + 1",
+        "as possible, by counted operations. Bounds: part i has the layers from bound i to before bound i + 1; "
+        "the first part may have an embedding alone, and the last one a head alone",
     )
     reduce: Annotated[Literal["step", "micro_batch"], ANY_CASE] = Field(
         "step",

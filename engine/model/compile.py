@@ -51,7 +51,12 @@ class BlockCompiler:
         config: Config,
         recomputing: Recomputing | None,
     ) -> None:
-        """Nothing is compiled yet. recomputing: of `blocks`; None: nothing is recomputed.
+        """Nothing is compiled yet.
+
+        Args:
+            blocks: what is compiled, each of them alone. It may be the whole model, but not a part of one: the
+                forward of a pipeline stage is another one in each run.
+            recomputing: of `blocks`; None: nothing is recomputed.
 
         Raises:
             ConfigError: the section is enabled and names an unknown backend or option.
@@ -121,7 +126,7 @@ class BlockCompiler:
     @property
     def modules(self) -> list[nn.Module]:
         """What is compiled, each of them alone."""
-        return self._blocks or [self._model]
+        return self._blocks
 
     def undo(self) -> None:
         """Restore the forwards of before `compile`."""
@@ -171,11 +176,11 @@ class BlockCompiler:
 
     def _targets(self) -> list[nn.Module]:
         """The modules to compile, without those that the script compiled itself."""
-        found = self._blocks or [self._model]
+        found = self._blocks
         if _is_compiled(self._model):
             found = []
         targets = [module for module in found if not _is_compiled(module)]
-        if len(targets) < len(self._blocks or [self._model]) and dist.get_rank() == 0:
+        if len(targets) < len(self._blocks) and dist.get_rank() == 0:
             log.warning(
                 "compile: the script itself compiled the model, or blocks of it; those stay as they are"
             )

@@ -52,6 +52,12 @@ class LocalModel:
     groups: FlatGroups
     fp32: Fp32Tensors
 
+    @property
+    def compilable(self) -> list[nn.Module]:
+        """What may be compiled alone: blocks, or a model without any. A stage's forward is never the same."""
+        blocks = [module for run in self.runs for _, module in run]
+        return blocks if blocks or self.found is not None else [self.model]
+
     def start_proof(self, mesh: MeshGroups, holding: Holding) -> None:
         """Prove the slices in the first forward: after all hooks that gather parameters.
 

@@ -35,6 +35,7 @@ def test_values_are_read_in_any_case():
     assert (found.stages, found.schedule) == (1, "gpipe")
     assert (found.partition, found.micro_batches) == ("uniform", None)
     assert read({"partition": "Type:Block"}).pipeline.partition == "type:Block"
+    assert read({"partition": [0, 0, 3, 3]}).pipeline.partition == (0, 0, 3, 3)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +135,8 @@ def test_a_model_may_give_the_stages():
     [
         ({"partition": "type:"}, "a regular expression must follow type:"),
         ({"partition": [1, 2, 3]}, "bounds must begin with 0"),
-        ({"partition": [0, 2, 2]}, "each must be larger"),
+        ({"partition": [0, 2, 2, 3]}, "each must be larger than the one before it"),
+        ({"partition": [0, 0, 0, 3]}, "the first two may be equal"),
         ({"stages": 2, "chunks": 2}, '"1f1b" needs 1 on each rank; remove chunks, or set'),
         (
             {"stages": 2, "schedule": "interleaved_1f1b", "chunks": 1},

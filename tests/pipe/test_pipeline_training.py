@@ -68,13 +68,19 @@ class Case:
         if self.kind == "checkpointed":
             changes["activation_checkpointing"] = {"enabled": True}
         zero = {"stage": self.stage, "stage3_param_persistence_threshold": 0, "unit_min_numel": 1}
-        pipeline = {"schedule": self.schedule} if self.pipe > 1 else {}
+        pipeline: dict[str, Any] = {"schedule": self.schedule} if self.pipe > 1 else {}
+        if self.kind == "compiled":
+            changes["compile"] = {"enabled": True, "backend": "eager"}
+            if self.pipe > 1:
+                pipeline["partition"] = [0, self.blocks, self.blocks]
         return config_of(self.pipe, COUNT, zero=zero, pipeline=pipeline, **changes)
 
     def model(self) -> nn.Module:
         torch.manual_seed(0)
         # "alone": a head that is known to be called after the blocks may be a stage of its own
-        model = (Known if self.kind == "alone" else Model)(self.blocks, tied=self.kind == "tied")
+        model = (Known if self.kind in ("alone", "compiled") else Model)(
+            self.blocks, tied=self.kind == "tied"
+        )
         part = self.blocks // 4 + 1  # more than a stage of four
         if self.kind == "frozen_first":
             freeze = [model.embed, *model.blocks[:part]]
@@ -140,6 +146,7 @@ SHARP = [  # every value of every axis once
     Case(4, 1, 3, "1f1b", "fp32", "alone", 2),
     Case(2, 2, 2, "zbv", "fp32", "alone", 2),
     Case(2, 1, 1, "interleaved_1f1b", "bf16", "alone", 2),
+    Case(2, 1, 0, "1f1b", "fp32", "compiled"),
 ]
 
 
@@ -150,6 +157,7 @@ SHARP = [  # every value of every axis once
     "2x2-zero3-dualpipev-fp16-plain",
     "4x1-zero1-interleaved_1f1b-fp32-tied",
     "2x2-zero2-zbv-fp32-alone",
+    "2x1-zero0-1f1b-fp32-compiled",
 )
 def test_steps_equal_those_of_one_process(case: Case) -> None:
     results: list[Result] = run_ranks(run, case.world_size, case)
