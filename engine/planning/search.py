@@ -489,9 +489,8 @@ class _Search:
     def _rows(self, point: Point) -> Iterator[Row]:
         """What fits of a point: as it is, else with what saves memory."""
         fitting: list[set[str]] = []
-        lacking: dict[
-            bool, int
-        ] = {}  # is it recomputed -> bytes that are too many with states away
+        # is it recomputed -> bytes that are too many with the states on the device, and those of the states
+        large: dict[bool, tuple[int, int]] = {}
         for relief in RELIEFS:
             if self._is_over():
                 return
@@ -499,25 +498,47 @@ class _Search:
             recomputes = RECOMPUTE in paths
             is_idle = any(fits <= paths for fits in fitting)
             is_idle = is_idle or (PARAMS in paths and point.stage < 3)
-            too_few = OPTIMIZER in paths and PARAMS not in paths and lacking.get(recomputes, 0) > 0
-            if is_idle or too_few or not all(map(self._space.is_free, paths)):
+            if is_idle or not all(map(self._space.is_free, paths)):
                 continue
-            plan = self._plan(point, relief)
-            if plan is None:
-                if not paths:
-                    return  # refused as it is
-                continue
-            size, lacks = self._needs(plan)
-            if OPTIMIZER not in paths:
-                lacking[recomputes] = lacks
-            if size <= self._found.limit_bytes:
-                row = self._timed(point, relief)
+            for more in self._ways(relief, *large.get(recomputes, (0, 0))):
+                plan = self._plan(point, more)
+                if plan is None:
+                    if not paths:
+                        return  # refused as it is
+                    continue
+                size, movable = self._needs(plan)
+                if OPTIMIZER not in paths:
+                    large[recomputes] = size - self._found.limit_bytes, movable
+                row = self._fitting(point, more, plan, size)
                 if row is not None:
                     fitting.append(paths)
                     yield row
-            else:
-                self._found.too_large += 1
-                self._found.tried.append((size, 0.0, division_text(plan)))
+                    break
+
+    def _ways(
+        self, relief: dict[str, Any], too_many_bytes: int, movable_bytes: int
+    ) -> Iterator[dict[str, Any]]:
+        """A relief. One that moves the optimizer's states moves as many as are too many, else all.
+
+        The bytes are those of the layout with its states on the device; 0, 0: it was not planned.
+        """
+        if OPTIMIZER not in relief or PARAMS in relief:
+            yield relief
+        elif too_many_bytes <= movable_bytes:
+            share = (
+                math.ceil(100 * too_many_bytes / movable_bytes + 1) / 100 if movable_bytes else 1
+            )
+            if share < 1 and self._space.is_free(RATIO):
+                yield {**relief, RATIO: share}
+            yield relief
+
+    def _fitting(self, point: Point, more: Mapping[str, Any], plan: Plan, size: int) -> Row | None:
+        """The row; None: its bytes are too many."""
+        if size <= self._found.limit_bytes:
+            return self._timed(point, more)
+        self._found.too_large += 1
+        self._found.tried.append((size, 0.0, division_text(plan)))
+        return None
 
     def _compressed(self, row: Row) -> Iterator[Row]:
         """The row with fewer bytes in messages, where the step waits for them."""
@@ -552,7 +573,7 @@ class _Search:
             return None
 
     def _needs(self, plan: Plan) -> tuple[int, int]:
-        """Bytes of a device, and how many are too many even with the optimizer's states on the host."""
+        """Bytes of a device, and those of them that the optimizer's states on the host would free."""
         is_host = self._machine.device == "cpu"
         needs = [(_device_bytes(rank, is_host=is_host), rank) for rank in plan.ranks]
         size, rank = max(needs, key=lambda pair: pair[0])
@@ -560,7 +581,7 @@ class _Search:
         if hosted > self._machine.host_bytes.value:
             size = max(size, self._found.limit_bytes + 1)
         movable = sum(rank.states.get(kind, 0) for kind in ("grad", "master", "optimizer"))
-        return size, size - movable - self._found.limit_bytes
+        return size, movable
 
     def _timed(self, point: Point, more: Mapping[str, Any]) -> Row | None:
         """The row with its seconds, by the first, a middle and the last stage of a pipeline."""

@@ -84,7 +84,9 @@ def gives_up(row: Row) -> Iterator[str]:
     if config.activation_checkpointing.enabled:
         yield "blocks are recomputed"
     if zero.offload_optimizer.device != "none":
-        yield "updates on the host"
+        ratio = zero.offload_optimizer.ratio
+        share = f"{ratio:.0%} of the " if isinstance(ratio, float) and ratio < 1 else ""
+        yield f"{share}updates on the host"
     if zero.offload_param.device != "none":
         yield "parameters on the host"
     if row.is_lossy:

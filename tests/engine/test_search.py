@@ -14,7 +14,7 @@ import xds
 from xds.engine.planning.cache import PlanCache
 from xds.engine.planning.models import ModelSource, ResizedBatches
 from xds.engine.planning.plan import make_plan
-from xds.engine.planning.search import Goal, Space, _Search, parsed, search
+from xds.engine.planning.search import RATIO, RESERVE, Goal, Space, _Search, parsed, search
 
 FIXED = {**DATA, "train_batch_size": 4, "tensor_parallel": {"tp_size": 1}}
 FIXED |= {"sequence_parallel_size": 1, "activation_checkpointing": {"enabled": False}}
@@ -98,6 +98,18 @@ def test_what_does_not_fit_moves_states_or_is_refused_in_one_sentence() -> None:
     assert less.device_bytes < whole / 2.5 and less.point.stage > 0
     with pytest.raises(xds.UsageError, match="none of .* layouts fits into"):
         search(SOURCE, FIXED, machine(1e3), Goal(2, 2))
+
+
+def test_the_host_gets_as_much_of_the_states_as_does_not_fit() -> None:
+    data = {**FIXED, "pipeline": {"stages": 1}, "zero_optimization": {"stage": 2}}
+    data["train_micro_batch_size_per_gpu"] = 2
+    whole = search(SOURCE, data, machine(), Goal(2, 2)).rows[0]
+    less = whole.device_bytes * 0.8
+    row = search(SOURCE, data, machine(less / (1 - RESERVE)), Goal(2, 2)).rows[0]
+    assert 0 < row.more[RATIO] < 0.6 and row.device_bytes <= less  # its few buffers move whole
+    moving = {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 1.0}}
+    every = search(SOURCE, {**data, "zero_optimization": moving}, machine(), Goal(2, 2)).rows[0]
+    assert whole.sample_seconds < row.sample_seconds <= every.sample_seconds
 
 
 @pytest.mark.parametrize(
