@@ -79,6 +79,9 @@ def _main(
     from xds.launcher.cli import main
 
     os.setsid()
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # ignored where pytest runs in the background
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environ)
