@@ -528,7 +528,7 @@ class _Search:
             share = (
                 math.ceil(100 * too_many_bytes / movable_bytes + 1) / 100 if movable_bytes else 1
             )
-            if share < 1 and self._space.is_free(RATIO):
+            if 0 < share < 1 and self._space.is_free(RATIO):
                 yield {**relief, RATIO: share}
             yield relief
 
@@ -624,9 +624,8 @@ class _Search:
             changes |= own / 2 > self._most_live  # not held from one micro-batch to the next
             gathers = 2 * point.steps if point.stage == 3 and changes else 1
             sent = one * (1 + gathers)
-            if (
-                gathers == 1
-            ):  # values arrive in the first micro-batch, gradients leave in the last one
+            # values arrive in the first micro-batch, and gradients leave in the last one
+            if gathers == 1:
                 beside = busy / point.steps
         exposed = max(sent - OVERLAPPED * beside, LEAST_EXPOSED * sent)
         updated = STATES_BYTES / 2 * own / (group if point.stage else 1)

@@ -261,6 +261,12 @@ class StageRunner:
                 f"pipeline stage {stage_run.stage}: the model's forward {what} again after blocks of a later "
                 "stage; blocks must run in their order; set pipeline.stages to 1"
             )
+        if role.is_head:
+            return UsageError(
+                f"pipeline stage {stage_run.stage}: the model's forward {what} before all blocks have run, and "
+                "the last stage, which begins there, has no block; give it one in pipeline.partition, or use "
+                "fewer stages or chunks"
+            )
         side, key = (
             ("after", "last") if stage_run.has_begun and stage_run.stage else ("before", "first")
         )

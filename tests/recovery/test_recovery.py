@@ -228,23 +228,25 @@ def test_a_new_process_takes_over_the_versions_of_a_lost_one(
     assert "the other ranks wait for a new process" in err and "take part (generation" in err
 
 
-@pytest.mark.slow
-def test_a_rank_that_fails_again_and_again_ends_the_run(tmp_path: Path) -> None:
-    script = tmp_path / "bad.py"
+def changed_run(folder: Path, stage: int, in_forward: str) -> ForkedLauncher:
+    """Two ranks with one copy of the states, whose script does this in each forward."""
+    script = folder / "changed.py"
     text = SCRIPT.with_name("one_copy.py").read_text()
-    script.write_text(
-        text.replace('die("forward")', 'assert not engine or RANK == 0, "bad sample"')
-    )
-    environ = {"OUT": str(tmp_path), "DEATHS": "[]", "OMP_NUM_THREADS": "1"}
-    config = {"zero_optimization": {"stage": 1}, "recovery": {"enabled": True}}
-    config |= {
+    script.write_text(text.replace('die("forward")', in_forward))
+    config = {
+        "zero_optimization": {"stage": stage},
+        "recovery": {"enabled": True},
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
     }
+    environ = {"OUT": str(folder), "DEATHS": "[]", "OMP_NUM_THREADS": "1"}
     words = ["--recover", "--nproc-per-node", "2", str(script)]
-    launcher = ForkedLauncher(
-        words, tmp_path, {**os.environ, **environ, "CONFIG": json.dumps(config)}
-    )
+    return ForkedLauncher(words, folder, {**os.environ, **environ, "CONFIG": json.dumps(config)})
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_again_and_again_ends_the_run(tmp_path: Path) -> None:
+    launcher = changed_run(tmp_path, 1, 'assert not engine or RANK == 0, "bad sample"')
     _, err = launcher.communicate(on_busy_machines(90))
     assert launcher.returncode == 1 and "bad sample" in err
     assert "rank 1 ended with code 1, and so did 3 of its new processes after the same step" in err
@@ -261,19 +263,7 @@ def test_a_run_whose_versions_are_lost_ends_with_a_sentence(tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_nothing_is_left_in_memory_where_the_launcher_is_killed(tmp_path: Path) -> None:
-    script = tmp_path / "waits.py"
-    text = SCRIPT.with_name("one_copy.py").read_text()
-    script.write_text(text.replace('die("forward")', "import time; time.sleep(0.1)"))
-    environ = {"OUT": str(tmp_path), "DEATHS": "[]", "OMP_NUM_THREADS": "1"}
-    config = {"zero_optimization": {"stage": 2}, "recovery": {"enabled": True}}
-    config |= {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-    }
-    words = ["--recover", "--nproc-per-node", "2", str(script)]
-    launcher = ForkedLauncher(
-        words, tmp_path, {**os.environ, **environ, "CONFIG": json.dumps(config)}
-    )
+    launcher = changed_run(tmp_path, 2, "import time; time.sleep(0.1)")
     pattern = f"xds-states-{launcher.pid}-*/rank*/*/manifest.json"
     wait_for(lambda: len(list(Path("/dev/shm").glob(pattern))) == 4, 60)
     launcher.send_signal(signal.SIGKILL)
