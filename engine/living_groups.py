@@ -131,7 +131,10 @@ class LivingGroups(HeldStates):
         messages = Store(_connection(), "outer", int(os.environ["RANK"]))
         everyone = Generation(0, tuple(range(section.groups)))
         presence = Presence(Store(_connection(), "recovery", int(os.environ["RANK"])), everyone)
-        self._generations = Generations(_connection(), "recovery", int(os.environ["RANK"]), units)
+        process = 0 if self._joins is None else self._joins.attempt
+        self._generations = Generations(
+            _connection(), "recovery", int(os.environ["RANK"]), units, process
+        )
         self._store, self._presence = messages, presence
         patience = Patience(section.quorum, section.window_seconds, timeout_seconds())
         place = (number, self._rank, self._num_ranks)

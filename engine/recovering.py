@@ -124,11 +124,12 @@ class LiveRecovery(Recovery):
         if config.recovery.keeps_versions(config.zero_optimization):
             self._versions = Versions(versions_folder(self._rank))
         self._base = _connection()  # of groups
-        self._meeting = Meeting(_connection(), "recovery", self._rank, self._units)
         self._generation = Generation(0, tuple(range(len(self._units))))
         self._joins = joins()
         if self._joins is not None:
             self._generation = Generation(self._joins.generation, ())
+        process = 0 if self._joins is None else self._joins.attempt
+        self._meeting = Meeting(_connection(), "recovery", self._rank, self._units, process)
         self._has_met = False  # in the newest generation; states are still to be settled
         self._rows: list[_Row] = []  # of the last meeting, by rank
         self._regroups = False  # another generation begins after the step that runs

@@ -116,6 +116,8 @@ class Order:
     heartbeat_seconds: how often the head process writes to this host's standard input; 0 means never.
     key: seals the messages of the ranks, see utils/sealing.py; "" leaves the one in the environment, if any. It
         is secret: an order in the arguments of a command has none.
+    counts: with recovery, the ranks of each host, in the order of their numbers; () on one machine. This host
+        is number `rendezvous.node_rank` of them; None: it is spare, and its processes wait for a place.
     """
 
     job: Job
@@ -130,6 +132,7 @@ class Order:
     host: str = ""
     heartbeat_seconds: float = 0.0
     key: str = field(default="", repr=False)
+    counts: tuple[int, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """The order as JSON values."""
@@ -144,4 +147,5 @@ class Order:
         fields["job"], fields["rendezvous"] = Job(**job), Rendezvous(**rendezvous)
         if fields["devices"] is not None:
             fields["devices"] = tuple(fields["devices"])
+        fields["counts"] = tuple(fields["counts"])
         return Order(**fields)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, final
 
 from pydantic import TypeAdapter
@@ -31,11 +31,14 @@ class Generation:
 
     number: from 0, the start. units: their numbers at the start of the run, ascending.
     reason: what happened, in words.
+    processes: by rank, the number of its process, where it is not the one of the start (0). An older one may
+    still run, on a host that cannot be reached.
     """
 
     number: int
     units: tuple[int, ...]
     reason: str = ""
+    processes: dict[int, int] = field(default_factory=dict)
 
 
 @final
@@ -47,12 +50,14 @@ class Announced:
     are_alone: no unit waits for another one, which may end or stop.
     has_one_copy: each rank has a part of the one copy of the states. So a generation has all ranks: the others
     wait until a new process, with what the lost one has left in memory, takes its place.
+    has_buddies: the memory of another host has the same, so a host may be lost.
     """
 
     unit: int
     min_units: int
     are_alone: bool = False
     has_one_copy: bool = False
+    has_buddies: bool = False
 
 
 _KIND, _ANNOUNCED = TypeAdapter(Generation), TypeAdapter(Announced)
@@ -80,7 +85,7 @@ class Lighthouse:
     """Decides who is in a generation. One process of the run has it, which outlives the ranks: the launcher.
 
     units: the ranks of each unit; empty until all ranks can recover. min_units: the fewest that go on.
-    are_alone, has_one_copy: see `Announced`.
+    are_alone, has_one_copy, has_buddies: see `Announced`.
     """
 
     def __init__(self, store: Store, num_ranks: int) -> None:
@@ -89,6 +94,7 @@ class Lighthouse:
         self.min_units = 0
         self.are_alone = False
         self.has_one_copy = False
+        self.has_buddies = False
         self._store, self._num_ranks = store, num_ranks
 
     def is_ready(self) -> bool:
@@ -105,6 +111,7 @@ class Lighthouse:
             ]
             self.min_units = found[0].min_units
             self.are_alone, self.has_one_copy = found[0].are_alone, found[0].has_one_copy
+            self.has_buddies = all(each.has_buddies for each in found)
             self.generation = Generation(0, tuple(numbers))
         return True
 
@@ -116,10 +123,10 @@ class Lighthouse:
         """The ranks of these units, ascending."""
         return sorted(rank for unit in units for rank in self.units[unit])
 
-    def lose(self, unit: int, reason: str) -> Generation:
-        """Begin a generation without `unit`."""
-        units = tuple(other for other in self.generation.units if other != unit)
-        return self._begin(units, reason)
+    def lose(self, units: Sequence[int], reason: str) -> Generation:
+        """Begin a generation without `units`."""
+        left = tuple(other for other in self.generation.units if other not in units)
+        return self._begin(left, reason)
 
     def say_stopped(self, units: Sequence[int]) -> None:
         """These units have stopped ranks, so they do not answer now."""
@@ -130,12 +137,11 @@ class Lighthouse:
 
         attempts: by rank, the number of its process among those that were started for lost ranks.
         """
-        if not self._are_ready({rank: attempts.get(rank, 0) for rank in self.units[unit]}):
+        attempts = {rank: attempts.get(rank, 0) for rank in self.units[unit]}
+        if not self._are_ready(attempts):
             return None
         units = tuple(sorted({*self.generation.units, unit}))
-        ranks = self.units[unit]
-        who = f"rank {ranks[0]} is" if len(ranks) == 1 else f"ranks {_listed(ranks)} are"
-        return self._begin(units, f"{who} there again")
+        return self._begin(units, there_again(self.units[unit]), attempts)
 
     def repeat_if_asked(self) -> None:
         """Begin the generation again, if one of its ranks could not meet the others, though none has ended."""
@@ -151,7 +157,9 @@ class Lighthouse:
 
         attempts: as for `admit`, of all ranks that were lost.
         """
-        return self._begin(self.generation.units, reason) if self._are_ready(attempts) else None
+        if not self._are_ready(attempts):
+            return None
+        return self._begin(self.generation.units, reason, attempts)
 
     def _are_ready(self, attempts: Mapping[int, int]) -> bool:
         keys = [_join_key(rank, attempt) for rank, attempt in attempts.items()]
@@ -166,8 +174,13 @@ class Lighthouse:
         said = self._store.read(_join_key(rank, attempt)) or ""
         return int(said.removeprefix(_JOINED)) if said.startswith(_JOINED) else -1
 
-    def _begin(self, units: tuple[int, ...], reason: str) -> Generation:
-        self.generation = Generation(self.generation.number + 1, units, reason)
+    def _begin(
+        self, units: tuple[int, ...], reason: str, new: Mapping[int, int] | None = None
+    ) -> Generation:
+        """new: the processes that take part from now on, by rank."""
+        former = self.generation
+        processes = {**former.processes, **(new or {})}
+        self.generation = Generation(former.number + 1, units, reason, processes)
         text = _KIND.dump_json(self.generation).decode()
         self._store.set(_key(self.generation.number), text)
         return self.generation
@@ -177,23 +190,31 @@ class Lighthouse:
 class Meeting:
     """Where one rank meets the others of a generation."""
 
-    def __init__(self, store: Any, group: str, rank: int, units: Sequence[tuple[int, ...]]) -> None:
+    def __init__(
+        self, store: Any, group: str, rank: int, units: Sequence[tuple[int, ...]], process: int = 0
+    ) -> None:
         """
         Args:
             store: torch's, a connection that nothing else uses.
             group: the same name as the launcher's.
             rank: the number of this rank at the start of the run. units: the ranks of each unit then.
+            process: the number of this process among those of its rank; 0: of the start.
         """
         self._raw = store
         self._store = Store(store, group, rank)
-        self._rank, self._units = rank, units
+        self._rank, self._units, self._process = rank, units, process
         self.unit = next(number for number, ranks in enumerate(units) if rank in ranks)
 
     def announce(
-        self, min_units: int, *, are_alone: bool = False, has_one_copy: bool = False
+        self,
+        min_units: int,
+        *,
+        are_alone: bool = False,
+        has_one_copy: bool = False,
+        has_buddies: bool = False,
     ) -> None:
         """This rank can recover from now on. The arguments: see `Announced`."""
-        said = Announced(self.unit, min_units, are_alone, has_one_copy)
+        said = Announced(self.unit, min_units, are_alone, has_one_copy, has_buddies)
         text = _ANNOUNCED.dump_json(said).decode()
         self._store.set(_ready_key(0, self._rank), text)
 
@@ -232,14 +253,25 @@ class Meeting:
                 f"a collective failed on rank {self._rank}, and no rank has ended: the launcher has named no "
                 f"generation after {number} within {timeout_seconds:.0f} s"
             ) from error
-        if self.unit not in found.units:
-            if is_new:
-                return self.next_after(found.number, timeout_seconds, is_new=True)
+        newest = found.processes.get(self._rank, 0)
+        if is_new and newest <= self._process and not self._has(found):
+            return self.next_after(found.number, timeout_seconds, is_new=True)
+        if newest > self._process:
+            raise PeerError(
+                f"another process is rank {self._rank} in generation {found.number} of this run, because this "
+                "one did not answer: its work is dropped, and it ends"
+            )
+        if not self._has(found):
             raise PeerError(
                 f"rank {self._rank} is not in generation {found.number} of this run, because it did not answer "
                 f"({found.reason}): its work is dropped, and it ends"
             )
         return found
+
+    def _has(self, generation: Generation) -> bool:
+        """This process takes part in it."""
+        process = generation.processes.get(self._rank, 0)
+        return self.unit in generation.units and process == self._process
 
     def ranks_in(self, generation: Generation) -> list[int]:
         """The ranks that take part, by their numbers at the start of the run, ascending."""
@@ -290,8 +322,14 @@ class Presence:
         return frozenset(self._store.read_as(_NUMBERS, _STOPPED) or ())
 
 
-def _listed(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers))
+def there_again(ranks: Sequence[int]) -> str:
+    """That new processes of these ranks take part.
+
+    >>> there_again([2]), there_again([2, 3])
+    ('rank 2 is there again', 'ranks 2, 3 are there again')
+    """
+    who = f"rank {ranks[0]} is" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} are"
+    return f"{who} there again"
 
 
-__all__ = ["Announced", "Generation", "Lighthouse", "Meeting", "Presence"]
+__all__ = ["Announced", "Generation", "Lighthouse", "Meeting", "Presence", "there_again"]

@@ -147,7 +147,7 @@ def num_cores() -> int:
     return os.cpu_count() or 1
 
 
-def _environment(order: Order, num_ranks: int) -> dict[str, str]:
+def common_environment(order: Order, num_ranks: int) -> dict[str, str]:
     """The environment variables of every rank of this host, in addition to those of torch."""
     job = order.job
     found = {"XDS_LAUNCHER_PID": str(os.getpid())}
@@ -187,13 +187,16 @@ class RankFiles(LogsSpecs):
         num_ranks: int,
         ranks: dict[int, int],
         extra: dict[str, str],
+        *,
+        is_first: bool | None = None,
     ) -> None:
+        """is_first: old logs are removed. None: at the first start of all ranks."""
         super().__init__(log_dir=str(folder.path))
         self._folder, self._ranks, self._extra = folder, ranks, extra
-        self._environment = _environment(order, num_ranks)
+        self._environment = common_environment(order, num_ranks)
         cores = share_cores(order.job.core_list, num_ranks) if order.job.bind_cores else []
         self._cores = [",".join(map(str, each)) for each in cores]
-        self._is_first = order.generation == 0
+        self._is_first = order.generation == 0 if is_first is None else is_first
 
     @property
     def root_log_dir(self) -> str:

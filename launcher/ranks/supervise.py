@@ -33,7 +33,7 @@ from .failure import SAVED_AND_LEFT, Failure, last_lines, report, was_preempted
 from .guard import HELPERS_SECONDS, Guard, end_sessions, started, stat, still_ours
 from .run_folder import RunFolder
 from .stop import Stop
-from .units import Units
+from .units import HeadLine, HostUnits, Units, UnitsOfHead
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -70,12 +70,14 @@ def supervise(
     stop: Stop,
     extra: dict[str, str],
     on_failure: Callable[[], None] | None = None,
+    line: HeadLine | None = None,
 ) -> Outcome:
     """Run the ranks of `order` to their end, or until `stop` is requested.
 
     Args:
         extra: environment variables for rank 0.
         on_failure: called once, as soon as the first rank has failed; others may still run.
+        line: to the head, which decides what happens to ranks of a run with recovery on several hosts.
     Raises:
         XdsError: this host lacks the requested devices or backend.
     """
@@ -86,8 +88,7 @@ def supervise(
             from ...recovery.slots import all_folders
 
             guard.remove(all_folders(os.getpid()))
-        kind = Units if order.job.recovers else _Agent
-        agent, workers = kind(order, folder, stop, extra), Workers(guard)
+        agent, workers = _agent(order, folder, stop, extra, line), Workers(guard)
         agent.start()
         _supervise(agent, workers, stop, on_failure)
         if agent.error is not None:
@@ -112,6 +113,16 @@ def supervise(
         is_save = was_preempted(outcome.failures)
         folder.record(saved if is_save else report(outcome.failures, outcome.finished))
     return outcome
+
+
+def _agent(
+    order: Order, folder: RunFolder, stop: Stop, extra: dict[str, str], line: HeadLine | None
+) -> _Agent | HostUnits:
+    if not order.job.recovers:
+        return _Agent(order, folder, stop, extra)
+    if line is None:
+        return Units(order, folder, stop, extra)
+    return UnitsOfHead(order, folder, stop, extra, line)
 
 
 @dataclass(frozen=True)
@@ -274,7 +285,7 @@ def import_torch() -> None:
 
 
 def _supervise(
-    agent: _Agent | Units, workers: Workers, stop: Stop, on_failure: Callable[[], None] | None
+    agent: _Agent | HostUnits, workers: Workers, stop: Stop, on_failure: Callable[[], None] | None
 ) -> None:
     """Wait for the agent, and send the workers the signals that are due."""
     sent: set[tuple[int, int]] = set()
@@ -310,7 +321,7 @@ def _forward(workers: Workers, stop: Stop) -> None:
             workers.send(pid, signum)
 
 
-def _signals_due(agent: _Agent | Units, workers: Workers, stop: Stop) -> list[tuple[int, int]]:
+def _signals_due(agent: _Agent | HostUnits, workers: Workers, stop: Stop) -> list[tuple[int, int]]:
     """(pid, signal) that running workers should have received by now."""
     if stop.signum:
         due = stop.due(agent.folder.grace_seconds())
@@ -328,13 +339,13 @@ def _signals_due(agent: _Agent | Units, workers: Workers, stop: Stop) -> list[tu
     return [(pid, int(signal.SIGKILL)) for pid in late]
 
 
-def _failed_at(agent: _Agent | Units, workers: Workers) -> float | None:
+def _failed_at(agent: _Agent | HostUnits, workers: Workers) -> float | None:
     ended_at = workers.first_bad_exit_seconds()
     reported_at = agent.folder.first_error_seconds(list(agent.ranks().values()))
     return min((at for at in (ended_at, reported_at) if at is not None), default=None)
 
 
-def _recorded_failures(agent: _Agent | Units, folder: RunFolder) -> list[Failure]:
+def _recorded_failures(agent: _Agent | HostUnits, folder: RunFolder) -> list[Failure]:
     """The failures that the ranks recorded themselves, used if the agent does not return."""
     found = []
     for rank in agent.ranks().values():

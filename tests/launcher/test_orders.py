@@ -110,9 +110,9 @@ def test_ranks_of_a_host_divide_its_cores(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(elastic, "num_cores", lambda: 9)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     for num_ranks, threads in ((1, "9"), (4, "2"), (16, "1")):
-        assert elastic._environment(orders(1)[0], num_ranks)["OMP_NUM_THREADS"] == threads
+        assert elastic.common_environment(orders(1)[0], num_ranks)["OMP_NUM_THREADS"] == threads
     monkeypatch.setenv("OMP_NUM_THREADS", "3")  # the user's choice
-    assert "OMP_NUM_THREADS" not in elastic._environment(orders(1)[0], 4)
+    assert "OMP_NUM_THREADS" not in elastic.common_environment(orders(1)[0], 4)
 
 
 def test_a_rank_that_is_bound_to_cores_has_a_thread_for_each(

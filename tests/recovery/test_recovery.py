@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,7 +21,6 @@ from torch.utils.data import TensorDataset
 import xds
 from xds.engine.data.loaders import build_loader
 from xds.engine.data.step_sampler import step_loader
-from xds.launcher.ranks.units import Units
 from xds.launcher.reporting.records import read_run
 from xds.ops.mesh import Mesh
 from xds.ops.watch.store import Store
@@ -391,9 +389,9 @@ def test_a_unit_that_is_not_in_the_newest_generation_is_refused() -> None:
     assert not lighthouse.is_ready()  # unit 2 cannot recover yet
     units[2].announce(1)
     assert lighthouse.is_ready() and lighthouse.min_units == 1 and lighthouse.units == ranks
-    first = lighthouse.lose(2, "rank 2 did not answer")
+    first = lighthouse.lose([2], "rank 2 did not answer")
     assert units[0].next_after(0, 1.0) == first
-    second = lighthouse.lose(1, "rank 1 was ended by SIGKILL")
+    second = lighthouse.lose([1], "rank 1 was ended by SIGKILL")
     assert not units[0].gather(first)  # it waits for unit 1 no longer
     assert units[0].next_after(0, 1.0) == second and units[0].gather(second)
     lighthouse.repeat_if_asked()
@@ -405,24 +403,13 @@ def test_a_unit_that_is_not_in_the_newest_generation_is_refused() -> None:
     units[1].ask_again(second)  # it was too slow to open its group, and nobody has ended
     lighthouse.repeat_if_asked()
     assert units[0].next_after(2, 1.0) == Generation(3, second.units, second.reason)
-
-
-def test_the_launcher_ends_a_run_of_which_no_rank_has_the_states(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    store = Store(HashStore(), "recovery", -1)
-    lighthouse = Lighthouse(store, 4)
-    lighthouse.units, lighthouse.min_units = [(0, 1), (2, 3)], 1
-    lighthouse.generation = Generation(2, (0, 1))
-    units = Units(*[SimpleNamespace(is_requested=lambda: False)] * 4)  # type: ignore[list-item]
-    units._running = dict.fromkeys(range(4))  # type: ignore[arg-type]
-    units._joining, units._admitted = {0: 1, 1: 2}, {0}  # they copy the states of ranks 2 and 3
-    del units._running[3]
-    assert not units._go_on(1, "rank 3 was ended by SIGKILL", lighthouse)
-    assert "rank 3 was ended by SIGKILL; no other rank has the states yet" in capfd.readouterr().err
-    for rank, attempt in units._joining.items():
-        store.set(f"xds/recovery/join/{rank}/{attempt}", "joined after step 7")
-    assert units._go_on(1, "rank 3 was ended by SIGKILL", lighthouse)
+    # a new process has the place of unit 2, whose old process runs on a host that could not be reached
+    new = Meeting(store, "recovery", 2, ranks, process=5)
+    new.ask_to_join(5)
+    fourth = lighthouse.admit(2, {2: 5})
+    assert new.next_after(3, 1.0, is_new=True) == fourth == units[0].next_after(3, 1.0)
+    with pytest.raises(PeerError, match="another process is rank 2 in generation 4 of this run"):
+        units[2].next_after(0, 1.0)
 
 
 # -- what is not built --------------------------------------------------------------------------------------
