@@ -17,9 +17,9 @@ import os
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar, final
@@ -37,9 +37,10 @@ from ..ops.comm.threads import OrderedThreads
 from ..ops.torch_internals import open_group_beside
 from ..ops.watch.store import Store
 from ..outer.config import Outer
-from ..outer.fragment import DONE, Fragment, Job
+from ..outer.fragment import DONE, Fragment, Job, OuterSgd
 from ..outer.mean import mean_of, padded_numel
 from ..outer.rounds import Patience, Rounds, Try, changes
+from ..outer.schedule import MeetingSchedule
 from ..recovery.generations import Generation, Presence
 from ..recovery.generations import Meeting as Generations
 from ..utils.errors import PeerError, UsageError, XdsError
@@ -73,10 +74,16 @@ class _Column:
 @final
 @dataclass
 class _Meeting:
-    """A meeting that this group comes to. trial: how it has gone; None: it goes on."""
+    """A meeting that this group comes to.
 
-    grad: Tensor
-    weight: float
+    grads: the outer gradients, by fragment: of the next one, or of all if others have met without this group.
+    weights: of all fragments. last: the last meeting that it can come to; None: there is none. trial: how it
+    has gone; None: it goes on.
+    """
+
+    grads: dict[int, Tensor]
+    weights: list[float]
+    last: int | None
     told: dict[str, Any]
     buffers: list[Tensor]
     job: Job = DONE
@@ -84,33 +91,52 @@ class _Meeting:
     trial: Try | None = None
     seconds: float = 0.0  # after the first try that was dropped
     taken: Any = None  # what the group with the newest outer parameters has told
+    moved: dict[int, Tensor] = field(
+        default_factory=dict
+    )  # how outer parameters of other fragments changed
 
 
 @final
 class _Found:
-    """What a try has found on this rank, until it counts."""
+    """What a try has found on this rank, until it counts. fragment: that meets."""
 
-    def __init__(self, fragment: Fragment, grad: Tensor, num_groups: int) -> None:
+    def __init__(self, fragment: Fragment, grad: Tensor | None, num_groups: int) -> None:
+        """grad: None: a new group has none."""
         numel, size = fragment.numel, padded_numel(fragment.numel, num_groups)
+        self.fragment = fragment
         self.grad, self.error = torch.zeros(size), None
-        self.grad[:numel] = grad
+        if grad is not None:
+            self.grad[:numel] = grad
         if fragment.error is not None:
             self.error = torch.zeros(size)
             self.error[:numel] = fragment.error[:numel]
-        self.outer, self.momentum = fragment.outer, fragment.momentum
+        # what came from another group: outer parameters and momentum, by fragment
+        self.came: dict[int, tuple[Tensor, Tensor | None]] = {}
         self.told: Any = None
 
-    def keep(self, fragment: Fragment) -> None:
-        """The try counts."""
-        numel = fragment.numel
-        fragment.outer, fragment.momentum = self.outer, self.momentum
+    def keep(self, fragments: Sequence[Fragment], optimizer: OuterSgd) -> dict[int, Tensor]:
+        """The try counts. Returns how the outer parameters of the fragments that do not meet have changed."""
+        moved = {}
+        for number, (outer, momentum) in self.came.items():
+            held = fragments[number]
+            if held is not self.fragment:
+                moved[number] = (outer - held.outer)[: held.numel]
+            held.outer, held.momentum = outer, momentum
+        fragment = self.fragment
+        numel, momentum = fragment.numel, fragment.momentum
         if fragment.error is not None and self.error is not None:
             fragment.error[:numel] = self.error[:numel]
+        optimizer.step(
+            fragment.outer[:numel],
+            None if momentum is None else momentum[:numel],
+            self.grad[:numel],
+        )
+        return moved
 
 
 @final
 class LivingGroups(HeldStates):
-    """The meetings of one engine whose groups may come and go. There is one fragment."""
+    """The meetings of one engine whose groups may come and go. One runs at a time."""
 
     def __init__(self, config: Config, world: dist.ProcessGroup, device: torch.device) -> None:
         """world: the ranks of this group. Raises UsageError: there are no such groups."""
@@ -146,6 +172,7 @@ class LivingGroups(HeldStates):
         counted.traffic = Traffic(section.groups)
         self.opened = [counted]
         self._column: _Column | None = None
+        self._schedule = MeetingSchedule(section.steps, section.fragments, section.delay)
         self._next = 1  # the number of the next meeting
         self._version = NONE_YET  # the meeting that the outer parameters are of
         self._members: tuple[int, ...] = everyone.units  # of the last meeting
@@ -186,11 +213,11 @@ class LivingGroups(HeldStates):
             )
         for tensor in self._engine.module.buffers():
             _broadcast(column.meet, tensor, 0)
-        fragment = self._fragments[0]
-        fragment.outer[: fragment.numel] = self._read(0)
-        column.meet.broadcast(fragment.outer)
+        for number, fragment in enumerate(self._fragments):
+            fragment.outer[: fragment.numel] = self._read(number)
+            column.meet.broadcast(fragment.outer)
         if self.number:
-            self._write([0], mix=0.0)
+            self._write(range(len(self._fragments)), mix=0.0)
         self._version = 0
         column.meet.barrier()
         if not self.number and not self._rank:
@@ -234,14 +261,15 @@ class LivingGroups(HeldStates):
     @torch.no_grad()
     def advance(self, weight: float) -> None:
         self._has_trained = True
-        self._fragments[0].weight += weight
+        for fragment in self._fragments:
+            fragment.weight += weight
         self._clock += 1
         now, section = self._now, self._section
         if now is not None:
             now.steps += 1
             if now.steps >= section.delay:
                 self._finish(section.mix)
-        if self._clock >= section.steps or self._is_called:
+        if self._clock >= self._schedule.interval(self._next) or self._is_called:
             self._is_called = False
             if self._now is None:
                 self._start()
@@ -250,22 +278,34 @@ class LivingGroups(HeldStates):
 
     def _start(self) -> None:
         """Come to the next meeting."""
-        fragment, is_new = self._fragments[0], self._version == NONE_YET
-        grad = torch.zeros(fragment.numel)
-        if not is_new:
-            torch.sub(fragment.outer[: fragment.numel], self._read(0), out=grad)
-        if not torch.isfinite(grad.sum()):
-            raise XdsError(
-                f"the parameters of group {self.number} are not finite: load the last checkpoint, and lower "
-                "the learning rate or set gradient_clipping"
-            )
-        weight, fragment.weight, self._clock = fragment.weight, 0.0, 0
+        is_new, grads = self._version == NONE_YET, {}
+        for number in self._meeting_next():
+            fragment = self._fragments[number]
+            grads[number] = fragment.outer[: fragment.numel] - self._read(number)
+            if not torch.isfinite(grads[number].sum()):
+                raise XdsError(
+                    f"the parameters of group {self.number} are not finite: load the last checkpoint, and "
+                    "lower the learning rate or set gradient_clipping"
+                )
+        weights = [fragment.weight for fragment in self._fragments]
+        for fragment in self._fragments:
+            fragment.weight = 0.0
+        self._clock = 0
+        last = None if is_new or len(grads) == len(self._fragments) else self._next
         buffers = [buffer.detach().to(CPU, copy=True) for buffer in self._engine.module.buffers()]
-        now = self._now = _Meeting(grad, weight, self._told(), buffers)
+        now = self._now = _Meeting(grads, weights, last, self._told(), buffers)
         if self._section.delay and not is_new:
             now.job = _threads.add(id(self), lambda: self._hold(now))
         else:
             self._hold(now)
+
+    def _meeting_next(self) -> Sequence[int]:
+        """The fragments that may meet next. A group that has missed a meeting may miss one more."""
+        if self._version == NONE_YET:
+            return ()
+        if self._version < self._next - 1:
+            return range(len(self._fragments))
+        return [self._schedule.fragment(self._next)]
 
     def _finish(self, mix: float) -> None:
         """Take what the meeting has found."""
@@ -273,15 +313,21 @@ class LivingGroups(HeldStates):
         assert now is not None
         now.job.join()
         assert now.trial is not None
-        trial, fragment = now.trial, self._fragments[0]
-        if not trial.groups:
+        trial, is_new = now.trial, self._version == NONE_YET
+        met = self._schedule.fragment(trial.number) if trial.groups else None
+        for number, fragment in enumerate(self._fragments):
+            fragment.weight += now.weights[number] if number != met else 0.0
+        if met is None:
             self._next = trial.number
-            fragment.weight += now.weight
             return
         if now.taken is not None:
             self._take(now)
         self._next, self._version = trial.number + 1, trial.number
-        self._write([0], mix)
+        if is_new:
+            self._write(range(len(self._fragments)), mix=0.0)
+        else:  # in the other fragments this group keeps what it has learned since it was there last
+            moved = {number: self._read(number).add_(by) for number, by in now.moved.items()}
+            self._set({met: self._mixed(met, mix)} | moved)
         self._report(trial, now.seconds)
 
     def _report(self, trial: Try, seconds: float) -> None:
@@ -308,21 +354,14 @@ class LivingGroups(HeldStates):
         """Take part in the next meeting, as often as it is tried."""
         number, begun_seconds = self._next, 0.0
         while True:
-            trial = self._rounds.seek(number, is_new=self._version == NONE_YET)
+            trial = self._rounds.seek(number, now.last, is_new=self._version == NONE_YET)
             if not trial.groups:
                 now.trial = trial
                 return
             found = self._try(trial, now)
             if self._rounds.conclude(trial, is_done=found is not None):
                 assert found is not None
-                found.keep(self._fragments[0])
-                fragment = self._fragments[0]
-                numel, momentum = fragment.numel, fragment.momentum
-                self._optimizer.step(
-                    fragment.outer[:numel],
-                    None if momentum is None else momentum[:numel],
-                    found.grad[:numel],
-                )
+                now.moved = found.keep(self._fragments, self._optimizer)
                 now.taken, now.trial = found.told, trial
                 now.seconds = time.monotonic() - begun_seconds if begun_seconds else 0.0
                 return
@@ -340,7 +379,9 @@ class LivingGroups(HeldStates):
 
     def _mean(self, trial: Try, now: _Meeting, meet: Collectives) -> _Found:
         """Send 16 bytes, the mean, and what groups lack that have missed meetings."""
-        mine = torch.tensor([now.weight, self._version], dtype=torch.float64)
+        number = self._schedule.fragment(trial.number)
+        weight = now.weights[number]
+        mine = torch.tensor([weight, self._version], dtype=torch.float64)
         table = meet.gather_small(mine, what="weights of groups")
         weights, versions = table[:, 0], table[:, 1].tolist()
         newest = max(versions)
@@ -348,15 +389,15 @@ class LivingGroups(HeldStates):
             raise UsageError(
                 "all groups that have trained are lost: start the run again from its last checkpoint"
             )
-        source, found = (
-            versions.index(newest),
-            _Found(self._fragments[0], now.grad, len(trial.groups)),
-        )
-        if min(versions) < newest:
-            is_behind = self._version < newest
-            found.outer = _sent(meet, found.outer, source, takes=is_behind)
-            if found.momentum is not None:
-                found.momentum = _sent(meet, found.momentum, source, takes=is_behind)
+        source = versions.index(newest)
+        found = _Found(self._fragments[number], now.grads.get(number), len(trial.groups))
+        for lacked in self._schedule.fragments_since(int(min(versions)), int(newest)):
+            held, is_behind = self._fragments[lacked], self._version < newest
+            outer, momentum = _sent(meet, held.outer, source), held.momentum
+            if momentum is not None:
+                momentum = _sent(meet, momentum, source)
+            if is_behind:
+                found.came[lacked] = outer, momentum
         if min(versions) == NONE_YET:
             every = all_gather_json(meet, now.told, "the state of groups")
             for buffer in now.buffers:
@@ -365,7 +406,7 @@ class LivingGroups(HeldStates):
                 found.told = every[source]
         total = float(weights.sum())
         if total and len(trial.groups) > 1:
-            mean_of(meet, self._section.bits).of(found.grad, found.error, now.weight / total)
+            mean_of(meet, self._section.bits).of(found.grad, found.error, weight / total)
         elif not total:
             found.grad.zero_()
         return found
@@ -493,8 +534,9 @@ class LivingGroups(HeldStates):
         chosen = self._of_first(own, chosen)
         result = load(folder, chosen)
         if chosen is not None and self.number:
-            self._write([0], mix=0.0)
-            self._fragments[0].weight = 0.0
+            self._write(range(len(self._fragments)), mix=0.0)
+            for fragment in self._fragments:
+                fragment.weight = 0.0
         return result
 
     def of_first(self, value: bool) -> bool:
@@ -550,11 +592,11 @@ def _connection() -> Any:
     return dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False)  # type: ignore[attr-defined]
 
 
-def _sent(meet: Collectives, tensor: Tensor, source: int, *, takes: bool) -> Tensor:
-    """`tensor` of `source`. takes: this rank takes it; else it gives what it has, or drops what comes."""
+def _sent(meet: Collectives, tensor: Tensor, source: int) -> Tensor:
+    """`tensor` of `source`."""
     values = torch.empty_like(tensor) if meet.rank != source else tensor
     meet.broadcast(values, source)
-    return values if takes else tensor
+    return values
 
 
 def _broadcast(meet: Collectives, tensor: Tensor, source: int) -> None:

@@ -13,7 +13,7 @@ MiCS), each takes an equal part of them, and they exchange the results inside th
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -170,18 +170,21 @@ class HeldStates(OuterLoop, ABC):
                 values[part.place()] = part.master.tensor[part.start : part.stop].to("cpu")
         return values
 
-    def _write(self, numbers: Sequence[int], mix: float) -> None:
+    def _write(self, numbers: Iterable[int], mix: float) -> None:
         """Give masters and parameters what the meetings of these fragments have found."""
-        updater = self._engine.updater
-        masters = [part.master for number in numbers for part in self._parts[number]]
-        mixed = [
-            self._fragments[number].mixed(self._read(number) if mix else torch.empty(0), mix)
-            for number in numbers
-        ]
-        with updater.changing(masters):
-            for number, values in zip(numbers, mixed, strict=True):
+        self._set({number: self._mixed(number, mix) for number in numbers})
+
+    def _mixed(self, number: int, mix: float) -> Tensor:
+        values = self._read(number) if mix else torch.empty(0)
+        return self._fragments[number].mixed(values, mix)
+
+    def _set(self, values: Mapping[int, Tensor]) -> None:
+        """Give masters and parameters these values of fragments, fp32 [numel] each."""
+        masters = [part.master for number in values for part in self._parts[number]]
+        with self._engine.updater.changing(masters):
+            for number, flat in values.items():
                 for part in self._parts[number]:
-                    _give(part, values[part.place()])
+                    _give(part, flat[part.place()])
 
     # -- checkpoints -------------------------------------------------------------------------------------
 

@@ -147,12 +147,12 @@ class Outer(Section):
             report.complain(
                 "outer.quorum", self.quorum, f"must be at most outer.groups ({self.groups})"
             )
-        if self.fragments > 1:
+        if self.fragments <= self.steps and self.steps // self.fragments <= self.delay < self.steps:
             report.complain(
-                "outer.fragments",
-                self.fragments,
-                "must be 1 with recovery.enabled: a group that was away takes all outer parameters at once; "
-                "set it to 1, or recovery.enabled to false",
+                "outer.delay",
+                self.delay,
+                f"must be below outer.steps / outer.fragments ({self.steps // self.fragments}) with "
+                "recovery.enabled: a meeting takes effect before the next one starts",
             )
 
     def complaints(self, world_size: int) -> list[str]:

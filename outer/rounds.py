@@ -102,18 +102,19 @@ class Rounds:
 
     # -- who takes part ---------------------------------------------------------------------------------
 
-    def seek(self, number: int, *, is_new: bool = False) -> Try:
+    def seek(self, number: int, last: int | None = None, *, is_new: bool = False) -> Try:
         """Come to the next meeting that has not been held, `number` or a later one. For all ranks of the group.
 
         Returns the try that this group takes part in. One without groups: it takes part in none, because the
         meeting runs without it, or was held and nobody waits; its number is the one to come to later.
 
+        last: the last meeting that this group can come to; None: there is none.
         is_new: this group has no outer parameters yet, so it waits for others in any case.
         Raises PeerError: the quorum was not there in time.
         """
         if self._rank:
             return self._told()
-        found = self._seek(number, is_new)
+        found = self._seek(number, last, is_new)
         if self._num_ranks > 1:
             self._store.set(self._told_key(self._num_told), _TRY.dump_json(found).decode())
             self._store.delete(self._told_key(self._num_told - 2))  # all have read it
@@ -129,10 +130,12 @@ class Rounds:
             time.sleep(_POLL_SECONDS)
         return found
 
-    def _seek(self, number: int, is_new: bool) -> Try:
+    def _seek(self, number: int, last: int | None, is_new: bool) -> Try:
         trial, first = Try(number), number
         while True:
             trial = self._open_from(trial)
+            if last is not None and trial.number > last:
+                return Try(trial.number)
             if trial.groups:
                 if self.group in trial.groups and trial.generation >= self._first:
                     return trial

@@ -42,6 +42,33 @@ class MeetingSchedule:
         first = max(1, step - self.delay + 1)
         return [number for each in range(first, step + 1) for number in self.starts(each)]
 
+    def fragment(self, number: int) -> int:
+        """The fragment of the meeting with this number, from 1."""
+        return number % self.fragments
+
+    def fragments_since(self, earlier: int, newest: int) -> list[int]:
+        """The fragments of the meetings after `earlier`, until `newest`. earlier -1: all fragments.
+
+        >>> MeetingSchedule(8, 3).fragments_since(4, 6)
+        [0, 2]
+        """
+        if earlier < 0:
+            return list(range(self.fragments))
+        latest = range(max(earlier, newest - self.fragments) + 1, newest + 1)
+        return sorted(self.fragment(number) for number in latest)
+
+    def interval(self, number: int) -> int:
+        """Steps between the starts of the meeting before and of this one.
+
+        >>> [MeetingSchedule(8, 3).interval(number) for number in (1, 2, 3, 4)]
+        [2, 3, 3, 2]
+        """
+        return self._start(number) - self._start(number - 1)
+
+    def _start(self, number: int) -> int:
+        turn, place = divmod(number, self.fragments)
+        return turn * self.steps + place * self.steps // self.fragments
+
     def _is_start(self, fragment: int, step: int) -> bool:
         return (
             step > 0 and step % self.steps == fragment * self.steps // self.fragments % self.steps

@@ -49,7 +49,7 @@ def main() -> None:
     config = {
         "train_micro_batch_size_per_gpu": 4,
         "optimizer": json.loads(os.environ["OPTIMIZER"]),
-        "zero_optimization": {"stage": STAGE},
+        "zero_optimization": {"stage": STAGE, "unit_min_numel": 1},
         "outer": OUTER,
         "recovery": {"enabled": True},
         "report_folder": str(OUT / "report"),
@@ -65,7 +65,7 @@ def main() -> None:
     LivingGroups._mean = dies_in_mean
     if "SAVE" in os.environ:
         engine.resume(OUT / "saved")
-    started, fragment = engine.global_steps, loop._fragments[0]
+    started = engine.global_steps
     last, is_whole = max(STEPS, started + 4), not WAITS
     while engine.global_steps < last or not is_whole:
         x, y = micro_batch(engine.global_steps, engine.dp_rank)
@@ -74,7 +74,8 @@ def main() -> None:
         engine.backward(loss)
         engine.step()
         # a meeting in the background may have written it already
-        digest = zlib.crc32(fragment.outer.numpy().tobytes()) if loop._now is None else None
+        outer = torch.cat([fragment.outer for fragment in loop._fragments])
+        digest = zlib.crc32(outer.numpy().tobytes()) if loop._now is None else None
         history.append([engine.global_steps, loop._version, loss.item(), digest])
         is_whole |= len(loop._members) == OUTER["groups"] and loop._version > 3
         (OUT / f"version{RANK}").write_text(str(loop._version))

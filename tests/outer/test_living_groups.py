@@ -21,25 +21,30 @@ from torch.distributed import HashStore
 from xds.launcher.reporting.records import read_run
 from xds.ops.watch.store import Store
 from xds.outer.rounds import Patience, Rounds, Try
+from xds.outer.schedule import MeetingSchedule, fragment_of
 from xds.recovery.generations import Generation
 
 SCRIPT = Path(__file__).with_name("groups.py")
 ADAM = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.0}}
 SGD = {"type": "SGD", "params": {"lr": 0.1}}
+UNITS = [0, 0, 1, 1, 2, 2]  # of the parameters of the script's model
 WAITS = {"window_seconds": 100.0}  # a group is not called before it comes by itself
 
 
 def reference(
     meetings: list[tuple[int, ...]], steps: int, num_ranks: int, outer: dict[str, Any], inner: Any
 ) -> list[Tensor]:
-    """Plain torch: the parameters of each group. meetings: those of each one, every outer["steps"]."""
+    """Plain torch: the parameters of each group. meetings: the groups of each one."""
     models = [script.build().eval() for _ in range(outer["groups"])]
     kind = torch.optim.SGD if inner["type"] == "SGD" else torch.optim.AdamW
     optimizers = [kind(model.parameters(), **inner["params"]) for model in models]
     held = [param.detach().clone().requires_grad_() for param in models[0].parameters()]
     based = [[value.detach().clone() for value in held] for _ in models]  # what a group began with
-    optimizer = torch.optim.SGD(held, lr=0.7, momentum=0.9, nesterov=True)
-    weights = [0] * len(models)
+    optimizers_of_held = [torch.optim.SGD([v], lr=0.7, momentum=0.9, nesterov=True) for v in held]
+    schedule = MeetingSchedule(outer["steps"], outer.get("fragments", 1))
+    fragments = [fragment_of(unit, schedule.fragments) for unit in UNITS]
+    weights = [[0] * schedule.fragments for _ in models]
+    number, starts = 1, schedule.interval(1)
     for step in range(steps):
         for group, model in enumerate(models):
             optimizers[group].zero_grad()
@@ -47,24 +52,29 @@ def reference(
                 x, y = script.micro_batch(step, group * num_ranks + rank)
                 (nn.functional.cross_entropy(model(x), y) / num_ranks).backward()
             optimizers[group].step()
-            weights[group] += 1
-        number, is_meeting = divmod(step + 1, outer["steps"])
-        if is_meeting or number > len(meetings):
+            weights[group] = [weight + 1 for weight in weights[group]]
+        if step + 1 < starts or number > len(meetings):
             continue
-        members = meetings[number - 1]
-        total = sum(weights[group] for group in members)
+        members, now = meetings[number - 1], schedule.fragment(number)
+        total = sum(weights[group][now] for group in members)
+        number, starts = number + 1, starts + schedule.interval(number + 1)
         with torch.no_grad():
             for place, value in enumerate(held):
+                if fragments[place] != now:
+                    continue
                 value.grad = sum(
                     (based[group][place] - list(models[group].parameters())[place])
-                    * (weights[group] / total)
+                    * (weights[group][now] / total)
                     for group in members
                 )
-            optimizer.step()
+                optimizers_of_held[place].step()
             for group in members:
-                weights[group] = 0
+                weights[group][now] = 0
                 for place, param in enumerate(models[group].parameters()):
-                    param.copy_(held[place])
+                    # what other groups have learned while this one was away
+                    param.add_(held[place] - based[group][place])
+                    if fragments[place] == now:
+                        param.copy_(held[place])
                     based[group][place].copy_(held[place])
     return [torch.cat([p.detach().flatten() for p in model.parameters()]) for model in models]
 
@@ -124,6 +134,7 @@ def version(folder: Path, rank: int) -> int:
             {3: [2, "meeting", "SIGKILL"]}, 2, 3, ADAM, {"delay": 1}, id="in the background"
         ),
         pytest.param({0: [2, "meeting", "SIGKILL"]}, 2, 0, SGD, {}, id="the first rank"),
+        pytest.param({2: [2, "meeting", "SIGKILL"]}, 1, 1, ADAM, {"fragments": 3}, id="a fragment"),
     ],
 )
 @pytest.mark.quick("in a meeting")
@@ -137,7 +148,7 @@ def test_a_group_that_dies_is_left_out(
     lost = dead // num_ranks
     left = [group for group in range(3) if group != lost]
     assert f"xds: rank {dead} was ended by SIGKILL; ranks" in err
-    meetings = [(0, 1, 2), *[tuple(left)] * 3]
+    meetings = [(0, 1, 2), *[tuple(left)] * (4 * outer.get("fragments", 1) - 1)]
     expected = reference(meetings, 12, num_ranks, outer, inner)
     for rank in range(3 * num_ranks):
         if rank // num_ranks == lost:
@@ -145,9 +156,9 @@ def test_a_group_that_dies_is_left_out(
             continue
         (one,) = found(tmp_path, [rank])
         assert one["members"] == left
-        if not more:
+        if "delay" not in more:
             values = torch.tensor(one["values"])
-            torch.testing.assert_close(values, expected[left[0]], rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(values, expected[rank // num_ranks], rtol=1e-4, atol=1e-5)
     run = read_run(str(tmp_path / "report"))
     text = f"group {lost} is gone (rank {dead} was ended by SIGKILL)"
     assert [each.text.partition(":")[0] for each in run.failures] == [text]
@@ -156,9 +167,17 @@ def test_a_group_that_dies_is_left_out(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bits", [32, 4])
-def test_a_group_that_is_stopped_comes_back(tmp_path: Path, bits: int) -> None:
-    outer = {"groups": 3, "steps": 2, "bits": bits} | WAITS
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"steps": 2},
+        {"steps": 2, "bits": 4},
+        {"steps": 6, "fragments": 3},
+        {"steps": 4, "fragments": 2, "delay": 1, "mix": 0.5, "bits": 8},
+    ],
+)
+def test_a_group_that_is_stopped_comes_back(tmp_path: Path, more: dict[str, Any]) -> None:
+    outer = {"groups": 3} | more | WAITS
     stop = {1: [5, "forward", "SIGSTOP"]}
     launcher = start(tmp_path, outer, ADAM, 1, DEATHS=stop, STEPS=30, WAITS="1", PAUSES={0: 0.1})
     wait_for(lambda: version(tmp_path, 0) >= 8, launcher)  # the others have met without it
@@ -185,14 +204,17 @@ def test_a_slow_group_comes_when_it_is_called(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("lost", "num_ranks"), [(1, 1), (0, 2)])
+@pytest.mark.parametrize(
+    ("lost", "num_ranks", "more"),
+    [(1, 1, {"steps": 2}), (0, 2, {"steps": 2}), (1, 1, {"steps": 6, "fragments": 3, "delay": 1})],
+)
 def test_new_processes_begin_with_the_outer_parameters(
-    tmp_path: Path, lost: int, num_ranks: int
+    tmp_path: Path, lost: int, num_ranks: int, more: dict[str, Any]
 ) -> None:
-    outer = {"groups": 2, "steps": 2, "bits": 8} | WAITS
+    outer = {"groups": 2, "bits": 8} | more | WAITS
     deaths = {lost * num_ranks: [5, "forward", "SIGKILL"]}
-    more = {"DEATHS": deaths, "STEPS": 20, "WAITS": "1", "PAUSES": {1 - lost: 0.1}}
-    err = ended(start(tmp_path, outer, ADAM, num_ranks, "--spares", "1", **more))
+    given = {"DEATHS": deaths, "STEPS": 20, "WAITS": "1", "PAUSES": {1 - lost: 0.1}}
+    err = ended(start(tmp_path, outer, ADAM, num_ranks, "--spares", "1", **given))
     assert "there again (generation 2)" in err
     ranks = found(tmp_path, list(range(2 * num_ranks)))
     for place in range(num_ranks):

@@ -278,7 +278,11 @@ def test_sizes_count_all_groups() -> None:
         ({}, {"elasticity": {"enabled": True}}, "does not work with the section outer"),
         ({"quorum": 1}, {}, "outer.quorum = 1: needs recovery.enabled and `xds --recover`"),
         ({"quorum": 3}, RECOVERY, "outer.quorum = 3: must be at most outer.groups (2)"),
-        ({"fragments": 2}, RECOVERY, "outer.fragments = 2: must be 1 with recovery.enabled"),
+        (
+            {"steps": 9, "fragments": 2, "delay": 4},
+            RECOVERY,
+            "outer.delay = 4: must be below outer.steps / outer.fragments (4)",
+        ),
         ({"groups": 3}, RECOVERY, "outer.groups = 3: must divide the number of ranks (4)"),
     ],
 )
