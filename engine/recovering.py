@@ -9,7 +9,7 @@ updates as well. If none has updated, all repeat the step.
 
 Where ranks hold one copy of the states alone they keep versions of it (checkpoint/versions.py), and wait for a
 new process in the place of the lost rank. All ranks then load the newest version that all have: of the last
-step, or of the one before it.
+step, or of the one before it. A process on another host gets it from the buddy of its place.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ from ..ops.comm.collectives import Collectives
 from ..ops.comm.exchange import agreeing, all_gather_json
 from ..ops.comm.mesh_groups import MeshGroups
 from ..ops.comm.opening import open_collectives
+from ..recovery.buddies import newest_common, steps_of
 from ..recovery.generations import Generation, Meeting
-from ..recovery.slots import new_folder, versions_folder
+from ..recovery.slots import NONE, new_folder
 from ..recovery.units import data_ranks_of_unit, mesh_of_units, shares_of
 from ..utils.errors import PeerError, UsageError, XdsError
 from ..utils.version import __version__
@@ -44,7 +45,7 @@ from ..zero.core.reduction import StepStatus
 from .checkpoint.image import Image, read_image
 from .checkpoint.random_state import KeptRandom, read_random_state
 from .checkpoint.save import SaveOptions
-from .checkpoint.versions import NONE, Versions, newest_common
+from .checkpoint.versions import Versions, held_of
 from .config.config import Config
 from .counters import Counters
 from .data.loaders import RankLoader
@@ -90,7 +91,8 @@ class _Row(NamedTuple):
 
     step: the steps that it has taken; NEW: it has no states. calls: collective calls between steps; is_inside:
     it is in the last one. digest: of config and versions. waits: it has lost the message of its next step.
-    newer, older: the steps of which it has versions of its states; NONE: fewer than two.
+    newer, older: the steps of which its host has versions of its states; NONE: fewer than two.
+    host: the number of its host.
     """
 
     step: int
@@ -100,6 +102,7 @@ class _Row(NamedTuple):
     waits: int
     newer: int
     older: int
+    host: int
 
 
 @final
@@ -122,7 +125,7 @@ class LiveRecovery(Recovery):
         self._units = config.recovery.units(config.zero_optimization, groups.mesh)
         self._versions: Versions | None = None
         if config.recovery.keeps_versions(config.zero_optimization):
-            self._versions = Versions(versions_folder(self._rank))
+            self._versions = Versions(self._rank, _store_address())
         self._base = _connection()  # of groups
         self._generation = Generation(0, tuple(range(len(self._units))))
         self._joins = joins()
@@ -140,6 +143,7 @@ class LiveRecovery(Recovery):
         self._num_calls = 0  # collective calls between steps; the last one may be running
         self._is_inside = False
         self._call: tuple[Any, ...] = ()  # its arguments
+        self._saved = ""  # the folder of the last checkpoint of this run
         self._lost_seconds = 0.0  # when a collective failed; 0: none has
         settings = json.dumps(config.as_dict(), sort_keys=True, default=str)
         self._digest = zlib.crc32(f"{torch.__version__} {__version__} {settings}".encode())
@@ -165,13 +169,26 @@ class LiveRecovery(Recovery):
                 self.run(self._target.states.save, *self._call)
             return
         self._count_engines()
+        has_buddies = False
         if self._versions is not None:
             self._target.parts.updater.allocate_states()
-            with agreeing(self._collectives, "recovery"):
-                self._versions.reserve(self._image(self._target).size_bytes)
+            self._begin_copies(self._versions, self._image(self._target).size_bytes)
+            has_buddies = self._versions.has_buddy
         self._collectives.barrier()  # from here on every rank can recover
         num_least = self._config.recovery.least_units(len(self._units))
-        self._meeting.announce(num_least, has_one_copy=self._versions is not None)
+        has_one_copy = self._versions is not None
+        self._meeting.announce(num_least, has_one_copy=has_one_copy, has_buddies=has_buddies)
+
+    def _begin_copies(self, versions: Versions, size_bytes: int) -> None:
+        """Take the memory of all versions, and connect to the buddy."""
+        own = torch.tensor([versions.host, size_bytes])
+        table = self._collectives.gather_small(own, what="hosts").tolist()
+        hosts, sizes_bytes = ([row[column] for row in table] for column in (0, 1))
+        with agreeing(self._collectives, "recovery"):
+            versions.drop_after(NONE)
+            versions.reserve(hosts, sizes_bytes)
+        told = versions.tell(self._generation.number, hosts, ())
+        versions.hear(hosts, all_gather_json(self._collectives, told, "addresses"))
 
     @property
     def generation(self) -> int:  # type: ignore[override]
@@ -244,13 +261,26 @@ class LiveRecovery(Recovery):
         report.recovered(reason, {"stall": round(stall_seconds, 6)})
 
     def before_vote(self) -> None:
-        if self._versions is not None:
-            self._versions.complete()
+        """See `Recovery`. Raises PeerError: a rank has failed, so the next host has no copy of this version."""
+        if self._versions is None:
+            return
+        deadline = time.monotonic() + timeout_seconds()
+        while not self._versions.complete(LOOK_SECONDS):
+            is_late = time.monotonic() > deadline
+            if is_late or self._meeting.is_replaced(self._generation):
+                raise PeerError(
+                    f"rank {self._rank}: a rank of the next host has not got the copy of the last step"
+                )
 
     def loaded(self) -> None:
         self._note(self._source.start())
-        if self._versions is not None:
-            self._versions.drop_after(NONE)
+        if self._versions is None:
+            return
+        self.before_vote()
+        self._versions.drop_after(NONE)
+        if self._versions.has_buddy:
+            self._versions.drop_guests_after(NONE)
+            self._collectives.barrier()  # nobody sends a new one before
 
     def recover(self) -> None:
         """See `Recovery`. Raises PeerError: the run does not go on, or not with this rank."""
@@ -267,17 +297,24 @@ class LiveRecovery(Recovery):
         """`call`, a collective between two steps. It is repeated if a rank fails before any has ended it."""
         self._num_calls += 1
         self._is_inside, self._call = True, args
-        self._keep_version()  # so that a run which goes back goes back to this call
-        self.before_vote()
         try:
             while True:
                 with self:
-                    return call(*args)
+                    self._keep_version()  # so that a run which goes back goes back to this call
+                    self.before_vote()
+                    result = call(*args)
+                    self._note_save(*args)
+                    return result
                 self.recover()
                 if not self._is_inside:
                     return None
         finally:
             self._is_inside, self._call = False, ()
+
+    def _note_save(self, save_dir: Any, tag: str | None, *_: Any) -> None:
+        assert self._target is not None
+        name = f"global_step{self._target.counters.global_steps}" if tag is None else tag
+        self._saved = str(Path(save_dir).absolute() / name)
 
     def end(self) -> None:
         if self._versions is not None:
@@ -308,8 +345,13 @@ class LiveRecovery(Recovery):
         versions, target = self._versions, self._target
         if versions is None or target is None or self.has_lost:
             return
-        if not versions.is_kept(target.counters.global_steps):
+        step = target.counters.global_steps
+        if not versions.is_kept(step):
+            self.before_vote()  # of the version before this one
             versions.begin(self._image(target))
+        elif not versions.is_sent(step):
+            self.before_vote()
+            versions.begin_sending(step)
 
     def _image(self, target: RecoveryTarget) -> Image:
         """What this rank holds, as it was when the last step ended."""
@@ -331,13 +373,16 @@ class LiveRecovery(Recovery):
         """Take part in the newest generation, from the newest step on. Returns why, and the seconds it took."""
         target, begun_seconds = self._target, self._lost_seconds or time.monotonic()
         assert target is not None
-        if self._versions is not None:
-            self._versions.complete()
         while True:
+            if self._versions is not None:
+                self._versions.stop()
             if not self._has_met:
                 self._meet()
             try:
-                (self._heal if self._versions is None else self._go_back)(target)
+                if self._versions is None:
+                    self._heal(target)
+                else:
+                    self._go_back(target, self._versions)
                 break
             except PeerError:  # another rank has failed meanwhile
                 self._has_met = False
@@ -431,8 +476,10 @@ class LiveRecovery(Recovery):
     def _compare(self, target: RecoveryTarget, waits: bool) -> StepStatus | None:
         """Compare the steps of all ranks. Returns the message of the step that this rank `waits` for."""
         step = NEW if self._joins is not None else target.counters.global_steps
-        steps = (NONE, NONE) if self._versions is None else self._versions.steps
-        own = _Row(step, self._num_calls, self._is_inside, self._digest, waits, *steps)
+        copies = (NONE, NONE, NONE)
+        if self._versions is not None:
+            copies = (*self._versions.steps, self._versions.host)  # type: ignore[assignment]
+        own = _Row(step, self._num_calls, self._is_inside, self._digest, waits, *copies)
         table = self._collectives.gather_small(torch.tensor([int(n) for n in own]), what="steps")
         self._rows = rows = [_Row(*numbers) for numbers in table.tolist()]
         newest = max(rows, key=lambda row: row.step)
@@ -509,29 +556,40 @@ class LiveRecovery(Recovery):
         self._note(self._source.start())
         self._take_call(target, client_state, [each["call"] for each in every])
 
-    def _go_back(self, target: RecoveryTarget) -> None:
-        """All ranks load the newest version that all of them have. For all ranks."""
-        assert self._versions is not None
-        step = newest_common([(row.newer, row.older) for row in self._rows])
+    def _go_back(self, target: RecoveryTarget, versions: Versions) -> None:
+        """All ranks load the newest version that all of them have, here or on the next host. For all ranks."""
+        hosts = [row.host for row in self._rows]
+        own = [(row.newer, row.older) for row in self._rows]
+        lacking = [rank for rank, row in enumerate(self._rows) if row.older == NONE]
+        told = {"call": _told(self._call), "saved": self._saved}
+        told["copies"] = versions.tell(self._generation.number, hosts, lacking)
+        every = all_gather_json(self._collectives, told, "the calls and copies of ranks")
+        copies = [each["copies"] for each in every]
+        self._saved = next((each["saved"] for each in every if each["saved"]), "")
+        step = newest_common(steps_of(own, held_of(copies)))
         if step == NONE:
             self._meeting.give_up()
+            where = f" ({self._saved})" if self._saved else ""
             raise UsageError(
                 "the ranks have no version of the states in memory that all of them share: start the run again "
-                "from its last checkpoint"
+                f"from its last checkpoint{where}"
             )
         if self._is_inside and step < target.counters.global_steps:
             raise UsageError(
                 f"rank {self._rank}: the run goes back to step {step}, and the script is in a save after "
                 f"step {target.counters.global_steps}, so a new process takes its place after step {step}"
             )
-        calls = all_gather_json(self._collectives, _told(self._call), "the calls of ranks")
-        folder = self._versions.folder_of(step)
-        client_state = read_image(target.parts, target.counters, folder, also_random=True)
+        versions.fetch_missing(step, own, copies)
+        versions.drop_guests_after(step)
+        client_state = read_image(
+            target.parts, target.counters, versions.folder_of(step), also_random=True
+        )
         self._collectives.barrier()
-        self._versions.drop_after(step)
+        versions.drop_after(step)
+        versions.hear(hosts, copies)
         self._note(self._source.start())
         if self._joins is not None:
-            self._take_call(target, client_state, calls)
+            self._take_call(target, client_state, [each["call"] for each in every])
 
     def _take_call(self, target: RecoveryTarget, client_state: Any, every: list[Any]) -> None:
         """Take part in the call that runs between two steps. every: what each rank tells of its own."""
@@ -569,10 +627,15 @@ def _told(call: tuple[Any, ...]) -> Any:
     return [str(save_dir), tag, dataclasses.asdict(options)]
 
 
+def _store_address() -> tuple[str, int]:
+    """Host and port of the store of the launcher."""
+    host, _, port = os.environ[LIGHTHOUSE].rpartition(":")
+    return host, int(port)
+
+
 def _connection() -> Any:
     """A connection of its own to the store of the launcher."""
-    host, _, port = os.environ[LIGHTHOUSE].rpartition(":")
-    return dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False)  # type: ignore[attr-defined]
+    return dist.TCPStore(*_store_address(), is_master=False, wait_for_workers=False)  # type: ignore[attr-defined]
 
 
 def _check(config: Config, collectives: Collectives, loader: Any) -> None:

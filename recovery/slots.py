@@ -1,20 +1,28 @@
-"""Where a run keeps states in memory that outlives its processes: names of folders. Imports no torch.
+"""Where a run keeps states in memory that outlives its processes: folders and slots. Imports no torch.
 
-    /dev/shm/xds-states-<launcher>-versions/rank3/0    the newest two versions of what rank 3 holds
-                                                 /1
-    /dev/shm/xds-states-<launcher>-<random>            what a rank has written for a new process
+    /dev/shm/xds-states-<launcher>-versions/host1/rank3/0    the newest two versions of what rank 3 holds,
+                                                       /1    in the memory of host 1
+    /dev/shm/xds-states-<launcher>-<random>                  what a rank has written for a new process
 
-All names have the process id of the launcher, which removes the folders when the run ends. Its guard process
-does so if the launcher is killed.
+All names have the process id of the launcher on this host, which removes the folders when the run ends. Its
+guard process does so if the launcher is killed. A version is complete when its slot has the file `step`, which
+is removed first and written last.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
+from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
+from typing import final
 
 _PREFIX = "xds-states-"
+NUM_SLOTS = 2
+NONE = -1  # instead of a step: there is no version
+_STEP, _PARTIAL = "step", "step.partial"
 
 
 def _parent() -> Path:
@@ -32,9 +40,105 @@ def new_folder() -> Path:
     return Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getppid()}-", dir=_parent()))
 
 
+def own_host() -> int:
+    """The number of this rank's host, by the launcher. Ranks of one host have one memory."""
+    return int(os.environ.get("GROUP_RANK", "0"))
+
+
 def versions_folder(rank: int) -> Path:
-    """The folder of the versions of `rank`, which may not exist yet, for a rank of the launcher."""
-    return _parent() / f"{_PREFIX}{os.getppid()}-versions" / f"rank{rank}"
+    """The folder of versions of `rank` in the memory of this host, for a rank of the launcher."""
+    name = f"{_PREFIX}{os.getppid()}-versions"
+    return _parent() / name / f"host{own_host()}" / f"rank{rank}"
 
 
-__all__ = ["all_folders", "new_folder", "versions_folder"]
+def ranks_with_versions() -> list[int]:
+    """The ranks of which this host has folders of versions, also those of other hosts."""
+    found = versions_folder(0).parent.glob("rank*")
+    return sorted(int(path.name.removeprefix("rank")) for path in found)
+
+
+@final
+class Slots:
+    """The versions of what one rank holds, in two folders. One process writes them at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        """Those that are in the folder are complete, though nobody has checked their bytes."""
+        self.folder = folder
+        self.paths = [folder / str(number) for number in range(NUM_SLOTS)]
+        for path in self.paths:
+            path.mkdir(parents=True, exist_ok=True)
+        self._steps = [_step_in(path) for path in self.paths]
+
+    @property
+    def steps(self) -> list[int]:
+        """Of the complete versions, newest first; NONE where there are fewer."""
+        return sorted(self._steps, reverse=True)
+
+    def path_of(self, step: int) -> Path:
+        """Where a complete version is."""
+        return self.paths[self._steps.index(step)]
+
+    def begin(self) -> Path:
+        """Where the next version is written, over the older one, which is complete no longer."""
+        number = self._steps.index(min(self._steps))
+        self._drop(number)
+        return self.paths[number]
+
+    def commit(self, path: Path, step: int) -> None:
+        """All files of the version of `step` are there."""
+        (path / _PARTIAL).write_text(str(step))
+        (path / _PARTIAL).rename(path / _STEP)
+        self._steps[self.paths.index(path)] = step
+
+    def keep(self, steps: Collection[int]) -> None:
+        """Versions of other steps are none any more. Their memory stays for the next ones."""
+        for number, step in enumerate(self._steps):
+            if step not in steps:
+                self._drop(number)
+
+    def drop_after(self, step: int) -> None:
+        """Versions after `step` are none any more."""
+        self.keep([there for there in self._steps if there <= step])
+
+    def _drop(self, number: int) -> None:
+        with suppress(FileNotFoundError):
+            (self.paths[number] / _STEP).unlink()
+        self._steps[number] = NONE
+
+    def reserve(self, name: str, size_bytes: int) -> None:
+        """Take the memory of a file of both versions now. Raises OSError: there is too little."""
+        for path in self.paths:
+            descriptor = os.open(path / name, os.O_WRONLY | os.O_CREAT, 0o600)
+            try:
+                os.posix_fallocate(descriptor, 0, size_bytes)
+            finally:
+                os.close(descriptor)
+
+    def remove(self) -> None:
+        """No version is needed any more."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def files_of(path: Path) -> list[Path]:
+    """The files of a version."""
+    return sorted(each for each in path.iterdir() if each.name not in (_STEP, _PARTIAL))
+
+
+def _step_in(path: Path) -> int:
+    try:
+        return int((path / _STEP).read_text())
+    except (FileNotFoundError, ValueError):
+        return NONE
+
+
+__all__ = [
+    "NONE",
+    "NUM_SLOTS",
+    "Slots",
+    "all_folders",
+    "files_of",
+    "new_folder",
+    "own_host",
+    "ranks_with_versions",
+    "versions_folder",
+]

@@ -2,7 +2,11 @@
 
 import json
 import os
+import shutil
 import signal
+import threading
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -11,11 +15,14 @@ from torch import nn
 import xds
 from xds.engine.checkpoint import image
 from xds.engine.recovering import LiveRecovery
+from xds.recovery import courier
+from xds.recovery.slots import versions_folder
 from xds.zero.model.update import Updater
 
 RANK, OUT = int(os.environ["RANK"]), Path(os.environ["OUT"])
 DEATHS = json.loads(os.environ["DEATHS"])  # [rank, step, where]; step null: whichever it is
 CONFIG = json.loads(os.environ["CONFIG"])
+HOSTS = json.loads(os.environ.get("HOSTS", "[]"))  # by rank: the host that it pretends to be on
 STEPS = 9
 
 
@@ -64,6 +71,22 @@ def dies(where: str) -> bool:
 def die(where: str) -> None:
     if dies(where):
         os.kill(os.getpid(), signal.SIGKILL)
+    if dies(f"host in {where}"):
+        lose_host()
+
+
+def lose_host() -> None:
+    """End all ranks of this host, and remove its memory."""
+    for rank, host in enumerate(HOSTS):
+        if host == HOSTS[RANK] and rank != RANK:
+            pid, deadline = int((OUT / f"pid{rank}").read_text()), time.monotonic() + 5
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+                while time.monotonic() < deadline:  # until the launcher has noticed it
+                    os.kill(pid, 0)
+                    time.sleep(0.01)
+    shutil.rmtree(versions_folder(RANK).parent)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def patch() -> None:
@@ -97,9 +120,23 @@ def patch() -> None:
 
     LiveRecovery._enter = open_groups
 
+    send = courier._send_version
+
+    def send_half(connection, slots, step):
+        where = "give" if threading.current_thread().name == "xds-courier" else "send"
+        if dies(where):
+            connection.sendall(b"\0\0\0\1")  # of a frame that never comes
+            os.kill(os.getpid(), signal.SIGKILL)
+        return send(connection, slots, step)
+
+    courier._send_version = send_half
+
 
 def main() -> None:
     global engine  # noqa: PLW0603 (deaths ask for its step)
+    if HOSTS:
+        os.environ["GROUP_RANK"] = str(HOSTS[RANK])
+        (OUT / f"pid{RANK}").write_text(str(os.getpid()))
     torch.manual_seed(0)
     model, data = Net(), Numbered()
     patch()

@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -156,8 +156,13 @@ def test_the_other_pipelines_run_the_micro_batches_of_a_lost_one(tmp_path: Path)
 # -- one copy of the states ---------------------------------------------------------------------------------
 
 
-def one_copy(folder: Path, config: dict, ranks: int, deaths: list) -> tuple[dict, str]:
-    """Run the script. Returns what each rank found, by step and at the end, and what the launcher said."""
+def one_copy(
+    folder: Path, config: dict, ranks: int, deaths: list, hosts: Sequence[int] = ()
+) -> tuple[dict, str]:
+    """Run the script. Returns what each rank found, by step and at the end, and what the launcher said.
+
+    hosts: by rank, the number of the host that it pretends to be on.
+    """
     folder.mkdir()
     config = {
         **{"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2},
@@ -166,6 +171,7 @@ def one_copy(folder: Path, config: dict, ranks: int, deaths: list) -> tuple[dict
         **{"recovery": {"enabled": True}, **config},
     }
     environ = {"OUT": str(folder), "DEATHS": json.dumps(deaths), "CONFIG": json.dumps(config)}
+    environ["HOSTS"] = json.dumps(hosts)
     words = ["--recover", "--nproc-per-node", str(ranks), "--log-dir", str(folder / "logs")]
     words += ["--spares", str(min(1, len(deaths))), str(SCRIPT.with_name("one_copy.py"))]
     launcher = ForkedLauncher(words, folder, {**os.environ, **environ, "OMP_NUM_THREADS": "1"})
@@ -181,12 +187,17 @@ def one_copy(folder: Path, config: dict, ranks: int, deaths: list) -> tuple[dict
 
 
 @pytest.mark.parametrize(
-    ("ranks", "config", "deaths"),
+    ("hosts", "config", "deaths"),
     [
-        # the copy of step 3 is torn: all go back to step 2
-        pytest.param(2, {"zero_optimization": {"stage": 2}}, [[0, 3, "copy"]], id="torn"),
+        # the copy of step 3 is torn, so all go back to step 2; later a host is lost with its memory
         pytest.param(
-            3,
+            [0, 1],
+            {"zero_optimization": {"stage": 2}},
+            [[0, 3, "copy"], [1, 6, "host in norm"]],
+            id="torn, and a host",
+        ),
+        pytest.param(
+            [0, 0, 0],
             {
                 "zero_optimization": {"stage": 1},
                 "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
@@ -198,7 +209,7 @@ def one_copy(folder: Path, config: dict, ranks: int, deaths: list) -> tuple[dict
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            4,
+            [0, 0, 0, 0],
             {"zero_optimization": {"stage": 3}},
             # before and after the update; then a version that has all its bytes, and one is wrong
             [[3, 2, "norm"], [0, 4, "updated"], [1, 6, "wrong bit"], [1, 7, "norm"]],
@@ -206,24 +217,50 @@ def one_copy(folder: Path, config: dict, ranks: int, deaths: list) -> tuple[dict
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            3,
+            [0, 0, 0],
             {"zero_optimization": {"stage": 2}},
             # another rank while all open their groups: its peers wait for it, and then meet its new process
             [[0, 3, "norm"], [2, None, "group"]],
             id="in the opening of groups",
             marks=pytest.mark.slow,
         ),
+        pytest.param(
+            [0, 0, 1],
+            {"zero_optimization": {"stage": 1}},
+            # a host with two ranks, whose buddy is one rank; then that one, which has copies of both
+            [[0, 3, "host in norm"], [2, 6, "host in updated"]],
+            id="a host, and then the next one",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            [2, 0, 1],
+            {"zero_optimization": {"stage": 3}},
+            # a rank that sends its copy; rank 2, which gives rank 1 its copy; the host before these two
+            [[0, 2, "send"], [1, 4, "host in forward"], [2, None, "give"], [0, 7, "host in norm"]],
+            id="while a copy travels",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_new_process_takes_over_the_versions_of_a_lost_one(
-    tmp_path: Path, ranks: int, config: dict, deaths: list
+    tmp_path: Path, hosts: list[int], config: dict, deaths: list
 ) -> None:
+    ranks = len(hosts)
     wanted, _ = one_copy(tmp_path / "whole", config, ranks, [])
-    found, err = one_copy(tmp_path / "killed", config, ranks, deaths)
+    found, err = one_copy(tmp_path / "killed", config, ranks, deaths, hosts)
     assert found == wanted  # bits, samples, schedule, buffers and random numbers of all ranks
     for rank, _, where in deaths:
         assert (tmp_path / "killed" / f"died.{rank}.{where}").exists()
     assert "the other ranks wait for a new process" in err and "take part (generation" in err
+
+
+@pytest.mark.slow
+def test_two_hosts_next_to_each_other_are_too_many(tmp_path: Path) -> None:
+    lost = [[1, 7, "host in forward"], [2, 7, "host in forward"]]
+    with pytest.raises(AssertionError, match="no version of the states in memory") as failure:
+        one_copy(tmp_path / "lost", {"zero_optimization": {"stage": 2}}, 3, lost, [0, 1, 2])
+    last = tmp_path / "lost" / "saved" / "global_step5"
+    assert f"start the run again from its last checkpoint ({last})" in str(failure.value)
 
 
 def changed_run(folder: Path, stage: int, in_forward: str) -> ForkedLauncher:
@@ -262,7 +299,7 @@ def test_a_run_whose_versions_are_lost_ends_with_a_sentence(tmp_path: Path) -> N
 @pytest.mark.slow
 def test_nothing_is_left_in_memory_where_the_launcher_is_killed(tmp_path: Path) -> None:
     launcher = changed_run(tmp_path, 2, "import time; time.sleep(0.1)")
-    pattern = f"xds-states-{launcher.pid}-*/rank*/*/manifest.json"
+    pattern = f"xds-states-{launcher.pid}-*/host0/rank*/*/step"
     wait_for(lambda: len(list(Path("/dev/shm").glob(pattern))) == 4, 60)
     launcher.send_signal(signal.SIGKILL)
     wait_for(lambda: not list(Path("/dev/shm").glob(f"xds-states-{launcher.pid}-*")), 10)
