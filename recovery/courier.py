@@ -247,7 +247,7 @@ def _read_frame(connection: socket.socket) -> Any:
     (length,) = struct.unpack("!I", _read(connection, bytearray(4)))
     if length > _MOST_FRAME_BYTES:
         raise ValueError(f"a frame of {length} bytes")
-    return json.loads(_read(connection, bytearray(length)))
+    return json.loads(bytes(_read(connection, bytearray(length))))
 
 
 def _read(connection: socket.socket, out: bytearray | memoryview) -> bytearray | memoryview:
