@@ -18,7 +18,7 @@ from typing import final
 from .generations import Lighthouse, there_again
 
 STOPPED_SECONDS = 1.0  # a rank that is stopped for so long is lost
-# of new processes of a rank after the same step, with one copy: the next one would fail too
+# Of new processes in turn: before they take part, or with one copy after the same step. The next would fail too
 MOST_FAILURES = 3
 _MOST_SECONDS = 0.2  # that count between two looks: in the rest this process was stopped itself
 
@@ -110,6 +110,8 @@ class Decider:
         self._joining: dict[int, int] = {}  # by rank: its new process, which is no part yet
         self._admitted: set[int] = set()  # units of such ranks that are in the newest generation
         self._attempt = 0  # the number of the last new process
+        # by unit: new processes in turn that have failed before they took part
+        self._misses: dict[int, int] = {}
         # with one copy, by rank: how those that are lost now ended; the newest process, and after which step
         # how many of them in turn have failed
         self._endings: dict[int, str] = {}
@@ -119,6 +121,11 @@ class Decider:
     @property
     def is_done(self) -> bool:
         return not self._running
+
+    @property
+    def is_waiting(self) -> bool:
+        """New processes do not take part yet."""
+        return bool(self._joining)
 
     @property
     def failed(self) -> set[int]:
@@ -208,7 +215,15 @@ class Decider:
         if self.lighthouse.has_one_copy:
             self._replace(rank, ending)
         else:
+            if rank in self._joining and code > 0:
+                self._note_miss(self.lighthouse.unit_of(rank), ending)
             self._lose_units([rank], ending)
+
+    def _note_miss(self, unit: int, ending: str) -> None:
+        self._misses[unit] = self._misses.get(unit, 0) + 1
+        if self._misses[unit] == MOST_FAILURES:
+            who = f"the last of {MOST_FAILURES} new processes in turn that have failed"
+            self._tell(f"{ending}, {who} before they took part: no other one takes its place")
 
     def _lose_units(self, ranks: Sequence[int], ending: str) -> None:
         """These ranks have ended at once: go on without their units, in one generation."""
@@ -324,7 +339,8 @@ class Decider:
         """Let new processes take the places of lost units, where there are spares or a host for them."""
         for unit, ranks in enumerate(self.lighthouse.units):
             is_lost = all(rank in self._lost and rank not in self._running for rank in ranks)
-            if not is_lost or not (self._has_spares or self._owed.intersection(ranks)):
+            is_filled = self._has_spares or bool(self._owed.intersection(ranks))
+            if not is_lost or not is_filled or self._misses.get(unit, 0) >= MOST_FAILURES:
                 continue
             away = {self.host_of[r] for r in ranks if not self.places[self.host_of[r]].is_there}
             if all(self._move(host) for host in away):
@@ -370,6 +386,7 @@ class Decider:
                 for rank in ranks:
                     del self._joining[rank]
                 self._admitted.discard(unit)
+                self._misses.pop(unit, None)
                 self._lost.difference_update(ranks)
                 self._tell(f"{there_again(ranks)} (generation {lighthouse.generation.number})")
         if self._running.keys() <= self._joining.keys():

@@ -19,21 +19,20 @@ from torch import nn
 
 import xds
 
-UNIT = int(os.environ["RANK"])
+UNIT = int(os.environ["RANK"])  # of a spare: the last one, until it has its place
 STEPS = int(os.environ.get("STEPS", "60"))
 OUT = Path(os.environ["OUT"])
-PLAN = [entry for entry in json.loads(os.environ.get("PLAN", "[]")) if entry["unit"] == UNIT]
+PLAN = json.loads(os.environ.get("PLAN", "[]"))
 SAVE_EVERY = int(os.environ.get("SAVE_EVERY", "10"))
 FULL = os.environ.get("FULL", "")  # kill only while so many ranks are there
 STAGE, MICS = int(os.environ.get("STAGE", "0")), int(os.environ.get("MICS", "1"))
 PIPE = int(os.environ.get("PIPE", "1"))
 WIDTH, TOKENS, VOCABULARY = int(os.environ.get("WIDTH", "64")), 32, 256
 
-lines = open(OUT / f"unit{UNIT}.jsonl", "a", buffering=1)
-
 
 def write(**record: Any) -> None:
-    lines.write(json.dumps({"seconds": time.time(), **record}) + "\n")
+    with open(OUT / f"unit{UNIT}.jsonl", "a") as lines:
+        lines.write(json.dumps({"seconds": time.time(), **record}) + "\n")
 
 
 class Block(nn.Module):
@@ -71,7 +70,8 @@ def reach(phase: str) -> None:
     """End this process here if the plan says so."""
     for entry in PLAN:
         # healing is no part of a step: it comes at the first failure after the entry's step
-        if entry["phase"] == phase and engine is not None and engine.global_steps >= entry["step"]:
+        is_here = entry["unit"] == UNIT and entry["phase"] == phase
+        if is_here and engine is not None and engine.global_steps >= entry["step"]:
             done = OUT / f"done{entry['number']}"
             if done.exists():  # in the process before this one
                 continue
@@ -142,7 +142,7 @@ def train(engine: Any) -> Iterator[None]:
 
 
 def main() -> None:
-    global engine  # noqa: PLW0603 (the plan asks for its step)
+    global engine, UNIT  # noqa: PLW0603 (the plan asks for its step)
     torch.manual_seed(0)
     model = Gpt()
     if PLAN:
@@ -168,6 +168,7 @@ def main() -> None:
     if PIPE > 1:
         config["pipeline"] = {"stages": PIPE}
     engine = xds.initialize(model, config, training_data=data)
+    UNIT = int(os.environ["RANK"])
     write(start=os.getpid())
     while engine.global_steps < STEPS:
         for _ in train(engine):

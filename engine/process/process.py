@@ -43,15 +43,25 @@ def local_rank() -> int:
 def pick_device() -> torch.device:
     """The device of this local rank, which becomes the current one; the CPU on a node without accelerators.
 
+    A spare waits here until it has the place of a lost rank.
+
     Raises:
         UsageError: DS_ACCELERATOR names a device that torch does not find.
     """
+    _take_place()
     count = num_devices()
     if not count:
         return torch.device("cpu")
     device = torch.device(device_type(), local_rank() % count)
     device_of(device).make_current()
     return device
+
+
+def _take_place() -> None:
+    if "XDS_SPARE" in os.environ:
+        from ...recovery.spares import take_place
+
+        take_place()
 
 
 @dataclass(frozen=True)
@@ -103,6 +113,7 @@ def join(device: torch.device, num_sets: int = 1) -> dist.ProcessGroup:
         UsageError: the backend is not available, the timeout is invalid, or the environment is incomplete.
         PeerError: the ranks have not met within the timeout.
     """
+    _take_place()
     if not dist.is_initialized():
         backend = _backend(device)
         timeout = timedelta(seconds=timeout_seconds())

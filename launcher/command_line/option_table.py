@@ -99,7 +99,7 @@ OPTIONS = (
     Option("--recover", _RESTARTS,
         help="when a rank fails the others go on in the same processes; needs recovery.enabled in the config"),
     Option("--spares", _RESTARTS, "N",
-        "with --recover: processes that have imported torch and wait for a lost rank's place (default: 0)"),
+        "with --recover: processes that wait for a lost rank's place, before xds.initialize (default: 0)"),
     Option("--max-restarts", _RESTARTS, "N", "how many times all ranks are started again (default: 0)",
         is_torchrun=True),
     Option("--elastic-training", _RESTARTS,

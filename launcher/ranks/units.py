@@ -11,7 +11,6 @@ environment. The store is in the process of the decider, and outlives every rank
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import queue
 import shutil
@@ -39,9 +38,10 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
     from ...recovery.decider import Decider, Fill
+    from ...recovery.spares import Process
 
 LOOK_SECONDS = 0.05
-_SPARE_SECONDS = 2.0  # for a spare to end
+LOOK_FOR_NEW_SECONDS = 0.005  # while a new process builds its engine
 
 
 # -- what happens on a host, and what it is told ------------------------------------------------------------
@@ -109,6 +109,8 @@ class Runner:
         inbox: queue.SimpleQueue[Any],
     ) -> None:
         """inbox: what others put there is returned by `look`, which waits for it."""
+        from ...recovery.spares import Spares
+
         self.failures: dict[int, ProcessFailure] = {}
         self.ranks: dict[int, int] = {}  # by local rank
         self._order, self._folder, self._extra = order, folder, extra
@@ -116,12 +118,12 @@ class Runner:
         self._inbox = inbox
         job, number = order.job, order.rendezvous.node_rank
         self._own = number if order.counts else 0  # None: this host is spare
-        self._num_spares = num_ranks if self._own is None else job.num_spares
+        self._spares = Spares(num_ranks if self._own is None else job.num_spares, folder.path)
+        self._has_told = False  # why there are no more spares
         self._argv: list[str] = []
         self._environments: dict[int, dict[str, Any]] = {}  # of ranks that may run here
         self._errors: dict[int, str] = {}  # by rank: the path of its failure record
-        self._running: dict[int, tuple[int, subprocess.Popen[bytes]]] = {}  # with its number
-        self._spares: list[subprocess.Popen[bytes]] = []
+        self._running: dict[int, tuple[int, Process]] = {}  # with its number
         self._stopped: tuple[int, ...] = ()  # as last told
 
     @property
@@ -140,7 +142,7 @@ class Runner:
                 self._argv, env=self._environment(rank), start_new_session=True
             )
             self._run_rank(rank, 0, process)
-        self._fill_spares()
+        self._spares.begin(self._argv, self._spare_environment())
 
     def look(self, seconds: float) -> list[Any]:
         """Wait until something happens, for at most so long. Ended, Stopped, and what the inbox got."""
@@ -152,7 +154,12 @@ class Runner:
         for event in found:
             if isinstance(event, Ended):
                 process = self._running.pop(event.rank)[1]
+                self._spares.note_end(process, str(self._folder.path / f"rank{event.rank}"))
                 self._note(event, process.pid)
+        self._spares.look()
+        if self._spares.given_up and not self._has_told:
+            self._has_told = True
+            write_stderr(f"xds: {self._spares.given_up}\n")
         running = self._running.items()
         stopped = tuple(rank for rank, (_, process) in running if _is_stopped(process.pid))
         if stopped != self._stopped:
@@ -173,34 +180,26 @@ class Runner:
                 os.killpg(process.pid, signal.SIGTERM)
 
     def fill(self, place: Fill) -> None:
-        """Let a spare be this rank from now on, or a new process where there is none. Start another spare."""
+        """Let a spare be this rank from now on, or a new process where there is none."""
         rank = place.rank
         if rank not in self.ranks.values():
             self._take_place(self._place_of(rank), is_first=False)
-        self._spares = [spare for spare in self._spares if spare.poll() is None]
-        spare = self._spares.pop(0) if self._spares else self._new_spare()
         joins = f"{place.generation} {place.attempt}"
         changes = {**self._environments[rank], "XDS_JOINS": joins}
-        assert spare.stdin is not None
-        with contextlib.suppress(OSError):  # it has ended meanwhile
-            spare.stdin.write(json.dumps(changes).encode() + b"\n")
-            spare.stdin.close()
-        self._run_rank(rank, place.attempt, spare)
-        self._num_spares = self._order.job.num_spares  # a spare host had one for each of its slots
-        self._fill_spares()
+        process: Process | None = self._spares.take(changes)
+        if process is None:
+            environment = {**os.environ, **changes}
+            for stream in ("XDS_RANK_OUT", "XDS_RANK_ERR"):
+                environment.pop(stream, None)  # nobody reads those of the process before it
+            process = subprocess.Popen(self._argv, env=environment, start_new_session=True)
+        self._run_rank(rank, place.attempt, process)
+        self._spares.number = self._order.job.num_spares  # a spare host had one for each slot
 
     def end(self) -> None:
         """End the spares, and remove what ranks have left in memory."""
         from ...recovery.slots import all_folders
 
-        for spare in self._spares:
-            assert spare.stdin is not None
-            with contextlib.suppress(OSError):
-                spare.stdin.close()
-        for spare in self._spares:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                spare.wait(_SPARE_SECONDS)
-            spare.kill()
+        self._spares.end()
         for path in glob(all_folders(os.getpid())):
             shutil.rmtree(path, ignore_errors=True)
 
@@ -251,12 +250,12 @@ class Runner:
 
     # -- processes ----------------------------------------------------------------------------------
 
-    def _run_rank(self, rank: int, attempt: int, process: subprocess.Popen[bytes]) -> None:
+    def _run_rank(self, rank: int, attempt: int, process: Process) -> None:
         self._running[rank] = attempt, process
         waits = threading.Thread(target=self._wait, args=(rank, attempt, process), daemon=True)
         waits.start()
 
-    def _wait(self, rank: int, attempt: int, process: subprocess.Popen[bytes]) -> None:
+    def _wait(self, rank: int, attempt: int, process: Process) -> None:
         # WNOWAIT: another thread waits for it as well, and reads how it ended
         with contextlib.suppress(ChildProcessError):  # a signal to it has found that it had ended
             os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
@@ -270,27 +269,15 @@ class Runner:
             error_file = self._errors[event.rank]
             self.failures[event.rank] = ProcessFailure(event.rank, pid, event.code, error_file)
 
-    def _fill_spares(self) -> None:
-        """Start processes that import torch, and then wait for the place of a lost rank."""
-        while len(self._spares) < self._num_spares:
-            self._spares.append(self._new_spare())
-
-    def _new_spare(self) -> subprocess.Popen[bytes]:
+    def _spare_environment(self) -> dict[str, str]:
+        """Of the last rank: a spare runs the script as that one, until it has a place."""
         from .elastic import common_environment
 
-        # of the last rank, whose output goes to a file, until it gets those of its own rank
         last = max(self._environments, default=None)
-        if last is None:
-            shared = common_environment(self._order, self._num_spares)
-            environment = {**os.environ, **self._variables(sum(self._counts) - 1), **shared}
-        else:
-            environment = self._environment(last)
-        return subprocess.Popen(
-            self._argv,
-            env={**environment, "XDS_SPARE": "1"},
-            stdin=subprocess.PIPE,
-            start_new_session=True,
-        )
+        if last is not None:
+            return self._environment(last)
+        shared = common_environment(self._order, self._spares.number)
+        return {**os.environ, **self._variables(sum(self._counts) - 1), **shared}
 
 
 def _is_stopped(pid: int) -> bool:
@@ -372,7 +359,7 @@ class Units(HostUnits):
 
         now = time.monotonic()
         while not decider.is_done:
-            found = runner.look(LOOK_SECONDS)
+            found = runner.look(LOOK_FOR_NEW_SECONDS if decider.is_waiting else LOOK_SECONDS)
             if self._stop_asked.signum:
                 decider.asked_to_end()
             for event in found:

@@ -12,6 +12,7 @@ first on sys.path, and a folder there may have the name of a standard module. It
     XDS_RANK_FILES                common prefix of this rank's other files (see run_folder.py)
     XDS_RANK_OUT, XDS_RANK_ERR    paths of the output streams, for rank 0 only (see rank_zero.py)
     XDS_RANK_CORES                the cores of this rank
+    XDS_SPARES                    set for the process that forks spares (see recovery/spares.py)
 
 The traceback is not printed on the terminal. Rank 0's output is shown live, and when any rank fails, rank 0
 usually fails too because it lost a peer. So each rank writes its traceback to a file, and the launcher prints
@@ -37,36 +38,61 @@ import zipfile
 from typing import NoReturn
 
 _PR_SET_PDEATHSIG = 1  # from linux/prctl.h
+_FILES = "XDS_RANK_FILES"
+# what ranks with recovery import; the first optimizer imports the last one
+_IMPORTED = ("xds.engine.initialize", "xds.engine.recovering", "torch._dynamo")
 
 
 class _Outcome:
     """How the script ended; `code` is not 0 if it failed."""
 
-    def __init__(self, ended_file: str) -> None:
+    def __init__(self, files: _Files) -> None:
         self.code = 0
-        self.ended_file = ended_file
+        self.files = files
+
+
+class _Files:
+    """Paths of this rank's files. A spare gets others with its place, in its environment."""
+
+    def __init__(self, is_spare: bool) -> None:
+        self._prefix = os.environ.pop(_FILES, "")
+        if is_spare:
+            os.environ[_FILES] = self._prefix
+
+    @property
+    def prefix(self) -> str:
+        return os.environ.get(_FILES, self._prefix)
+
+    @property
+    def log(self) -> str:
+        return f"{self.prefix}.log" if self.prefix else ""
+
+    @property
+    def error(self) -> str:
+        return os.environ.get("TORCHELASTIC_ERROR_FILE", "")
 
 
 def main() -> None:
     kind, target, *args = sys.argv[1:]
-    _exit_with_launcher(os.environ.pop("XDS_LAUNCHER_PID", ""))
-    if os.environ.pop("XDS_SPARE", ""):
-        _wait_for_place()
-    files = os.environ.pop("XDS_RANK_FILES", "")
-    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
-    is_shown = not files or os.environ.get("RANK") == "0"
-    log = f"{files}.log" if files else ""
-    if not is_shown:
-        _redirect_streams(log, log)
-    else:
-        _redirect_streams(os.environ.pop("XDS_RANK_OUT", ""), os.environ.pop("XDS_RANK_ERR", ""))
+    launcher_pid = os.environ.pop("XDS_LAUNCHER_PID", "")
+    _exit_with_launcher(launcher_pid)
+    is_spare = "XDS_SPARES" in os.environ
+    if is_spare:
+        from xds.recovery import spares
+
+        spares.serve(launcher_pid, _IMPORTED)
+        _exit_with_launcher(launcher_pid)
+    files = _Files(is_spare)
+    _take_streams(files)
     _set_affinity(os.environ.pop("XDS_RANK_CORES", ""))
     if kind == "program":
-        _exec_program(target, args, error_file)
-    if files and not faulthandler.is_enabled():
+        if is_spare:
+            spares.take_place()
+        _exec_program(target, args, files.error)
+    if files.prefix and not faulthandler.is_enabled():
         # the file stays open until this process ends
-        faulthandler.enable(open(f"{files}.fault.txt", "w", opener=_for_user))
-    outcome = _Outcome(f"{files}.ended" if files else "")
+        faulthandler.enable(open(f"{files.prefix}.fault.txt", "w", opener=_for_user))
+    outcome = _Outcome(files)
     # registered first, so it runs after all handlers of the script
     atexit.register(_at_exit, outcome)
     try:
@@ -79,30 +105,13 @@ def main() -> None:
         is_number = isinstance(request.code, int)
         outcome.code = int(request.code) & 0xFF if is_number else 1
         text = "" if is_number else f"{request.code}\n"
-        _write_failure(error_file, f"exit code {outcome.code}", text, outcome.code, log)
+        _write_failure(files.error, f"exit code {outcome.code}", text, outcome.code, files.log)
     except BaseException as error:
         outcome.code = 1
         sys.last_type = type(error)  # as python does: handlers at exit see that it failed
-        _write_failure(
-            error_file, f"{type(error).__name__}: {error}", _traceback_text(error), 1, log
-        )
+        summary = f"{type(error).__name__}: {error}"
+        _write_failure(files.error, summary, _traceback_text(error), 1, files.log)
     sys.exit(outcome.code)
-
-
-def _wait_for_place() -> None:
-    """Import what ranks import, then wait for the variables of a rank that is lost. Ends if none comes."""
-    import xds.engine.initialize  # noqa: F401
-
-    with contextlib.suppress(ImportError):
-        import torch._dynamo  # noqa: F401  # the first optimizer would import it
-    line = sys.stdin.readline()
-    if not line:
-        os._exit(0)
-    os.environ.update(json.loads(line))
-    os.environ.pop("XDS_LAUNCHER_PID", None)
-    os.environ.pop("XDS_RANK_OUT", None)  # nobody reads the streams of the rank before it
-    os.environ.pop("XDS_RANK_ERR", None)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
 
 
 def _exit_with_launcher(launcher_pid: str) -> None:
@@ -113,6 +122,13 @@ def _exit_with_launcher(launcher_pid: str) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != int(launcher_pid):  # the launcher ended before the request was active
         os._exit(1)
+
+
+def _take_streams(files: _Files) -> None:
+    if files.prefix and os.environ.get("RANK") != "0":
+        _redirect_streams(files.log, files.log)
+    else:
+        _redirect_streams(os.environ.pop("XDS_RANK_OUT", ""), os.environ.pop("XDS_RANK_ERR", ""))
 
 
 def _redirect_streams(out: str, err: str) -> None:
@@ -235,8 +251,8 @@ def _at_exit(outcome: _Outcome) -> None:
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(outcome.code)  # live gloo threads would abort here and hide the exit code
-    if outcome.ended_file:
-        open(outcome.ended_file, "w").close()  # before the peers can notice the end of this rank
+    if outcome.files.prefix:  # before the peers can notice the end of this rank
+        open(f"{outcome.files.prefix}.ended", "w").close()
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None:
         # errors are ignored: the script has already succeeded

@@ -20,7 +20,7 @@ STEPS, STAGE = int(os.environ.get("STEPS", "12")), int(os.environ.get("STAGE", "
 # by rank: [step, "forward", signal], or [number of a meeting, "meeting", signal]
 DEATHS = json.loads(os.environ.get("DEATHS", "{}"))
 PAUSES = json.loads(os.environ.get("PAUSES", "{}"))  # by group: seconds of each step
-IS_NEW, WAITS = "XDS_JOINS" in os.environ, "WAITS" in os.environ  # until all groups are there
+WAITS = "WAITS" in os.environ  # until all groups are there
 
 
 def build() -> nn.Module:
@@ -39,7 +39,7 @@ def micro_batch(step: int, data_rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def die(step: int, where: str) -> None:
     when, place, how = DEATHS.get(str(RANK), [None, "", ""])
-    if (when, place) == (step, where) and not IS_NEW:
+    if (when, place) == (step, where) and "XDS_JOINS" not in os.environ:
         if how == "SIGSTOP":
             (OUT / f"stopped{RANK}").write_text(str(os.getpid()))
         os.kill(os.getpid(), getattr(signal, how))
@@ -54,7 +54,10 @@ def main() -> None:
         "recovery": {"enabled": True},
         "report_folder": str(OUT / "report"),
     }
+    global RANK, GROUP  # noqa: PLW0603 (a spare has had those of the last rank)
     engine = xds.initialize(build().eval(), config)
+    RANK = int(os.environ["RANK"])
+    GROUP = RANK * OUTER["groups"] // int(os.environ["WORLD_SIZE"])
     mean, history, loop = LivingGroups._mean, [], engine._parts.outer
 
     def dies_in_mean(self, trial, now, meet):

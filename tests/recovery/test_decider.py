@@ -139,6 +139,20 @@ TABLE: dict[str, tuple[dict, list[tuple[tuple, list[str]]]]] = {
             (("ended", 3, 2, KILLED), ["a: rank 3 as 3", "units (0, 1, 2)"]),
         ],
     ),
+    "new processes fail in turn before they take part": (
+        {"places": ALONE, "spares": 1},
+        [
+            (("announce",), []),
+            (("ended", 3, 0, KILLED), ["rank 3 was ended by SIGKILL; ranks 0, 1, 2 go on (generation 1)",
+                                       "a: rank 3 as 1", "units (0, 1, 2)"]),
+            (("ended", 3, 1, RAISED), ["a: rank 3 as 2"]),
+            (("ended", 3, 2, KILLED), ["a: rank 3 as 3"]),
+            (("ended", 3, 3, RAISED), ["a: rank 3 as 4"]),
+            (("ended", 3, 4, RAISED), ["rank 3 ended with code 1, the last of 3 new processes in turn that "
+                                       "have failed before they took part: no other one takes its place"]),
+            (("look",), []),
+        ],
+    ),
     "others have ended well": (
         {"places": ALONE},
         [(("announce",), []), (("ended", 0, 0, 0), []), (("ended", 1, 0, KILLED), ["end"])],

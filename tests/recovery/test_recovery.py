@@ -115,10 +115,13 @@ def test_new_processes_take_the_place_of_a_lost_unit(
 ) -> None:
     environ = {"OUT": str(tmp_path), "DEATHS": json.dumps({1: [3, "forward", "SIGKILL"]})}
     environ |= {"OMP_NUM_THREADS": "1", "STEPS": "60", "WAITS": "1", "SHARD": str(shard)}
-    words = ["--recover", "--spares", "1", "--nproc-per-node", str(ranks), str(SCRIPT)]
+    words = ["--recover", "--spares", "1", "--nproc-per-node", str(ranks)]
+    words += ["--log-dir", str(tmp_path / "logs"), str(SCRIPT)]
     launcher = ForkedLauncher(words, tmp_path, {**os.environ, **environ})
     out, err = launcher.communicate(on_busy_machines(90))
     assert launcher.returncode == 0, err
+    if shard == 1:  # by the rank, by its new process
+        assert (tmp_path / "logs" / "rank1.log").read_text().count("the script runs") == 2
     again = "rank 1 is" if shard == 1 else "ranks 0, 1 are"
     assert f"{again} there again (generation 2)" in err
     found = [json.loads((tmp_path / f"unit{unit}.json").read_text()) for unit in range(ranks)]
@@ -128,6 +131,32 @@ def test_new_processes_take_the_place_of_a_lost_unit(
         assert unit["values"] == found[0]["values"] and unit["ranks"] == [rank, ranks]
         assert unit["losses"] == pytest.approx(losses, rel=1e-4)
         assert unit["samples"] == 60 * 4 * ranks
+
+
+FAILS = """
+import os, pathlib
+if "XDS_SPARE" in os.environ:
+    pathlib.Path(os.environ["OUT"], "spare").write_text(str(os.getpid()))
+    raise ValueError("no data")
+"""
+WAITS_FOR_IT = """
+while not (OUT / "spare").exists() or Path("/proc", (OUT / "spare").read_text()).exists():
+    time.sleep(0.05)
+"""
+
+
+@pytest.mark.slow
+def test_a_spare_whose_script_fails_before_its_place_is_given_up(tmp_path: Path) -> None:
+    script = tmp_path / "fails.py"
+    script.write_text(f"{FAILS}{SCRIPT.read_text()}{WAITS_FOR_IT}")
+    environ = {"OUT": str(tmp_path), "DEATHS": json.dumps({1: [3, "forward", "SIGKILL"]})}
+    environ |= {"OMP_NUM_THREADS": "1", "STEPS": "40", "WAITS": "1"}
+    words = ["--recover", "--spares", "1", "--nproc-per-node", "3", str(script)]
+    launcher = ForkedLauncher(words, tmp_path, {**os.environ, **environ})
+    _, err = launcher.communicate(on_busy_machines(90))
+    assert launcher.returncode == 0, err
+    assert err.count("has failed (ValueError: no data) before xds.initialize") == 1
+    assert "rank 1 is there again (generation 2)" in err
 
 
 def pipelines(folder: Path, death: list, left: list[int]) -> list[dict]:
