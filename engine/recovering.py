@@ -36,7 +36,7 @@ from ..ops.comm.exchange import agreeing, all_gather_json
 from ..ops.comm.mesh_groups import MeshGroups
 from ..ops.comm.opening import open_collectives
 from ..recovery.buddies import newest_common, steps_of
-from ..recovery.generations import Generation, Meeting
+from ..recovery.generations import POLL_SECONDS, Generation, Meeting
 from ..recovery.slots import NONE, new_folder
 from ..recovery.units import data_ranks_of_unit, mesh_of_units, shares_of
 from ..utils.errors import PeerError, UsageError, XdsError
@@ -57,8 +57,10 @@ from .steps.training_step import TrainingStep
 
 log = logging.getLogger("xds")
 LIGHTHOUSE = "XDS_LIGHTHOUSE"  # host:port of the store in which the launcher names generations
-LOOK_SECONDS = 0.1  # between two looks of rank 0 for another generation
-CONNECT_SECONDS = 2.0  # of a new group: all its ranks are there. Doubled where that was too short
+LOOK_SECONDS = 0.02  # between two looks of rank 0 for new processes, while ranks are missing
+# Of a new group: all its ranks are there, and one that fails before it has told its address is known at once.
+# Doubled where that was too short
+CONNECT_SECONDS = 1.0
 MOST_CONNECT_SECONDS = 60.0
 NEW = -1  # the step of a process that has no states yet
 Result = TypeVar("Result")
@@ -127,6 +129,7 @@ class LiveRecovery(Recovery):
         if config.recovery.keeps_versions(config.zero_optimization):
             self._versions = Versions(self._rank, _store_address())
         self._base = _connection()  # of groups
+        self._fence: _Fence  # torch keeps no reference to it
         self._generation = Generation(0, tuple(range(len(self._units))))
         self._joins = joins()
         if self._joins is not None:
@@ -214,7 +217,8 @@ class LiveRecovery(Recovery):
 
     @property
     def must_regroup(self) -> bool:  # type: ignore[override]
-        if self._versions is not None:  # another generation begins with a failure alone
+        is_whole = len(self._generation.units) == len(self._units)
+        if self._versions is not None or is_whole:  # another one begins with a failure alone
             return False
         if self._collectives.rank or time.monotonic() - self._looked_seconds < LOOK_SECONDS:
             return False
@@ -443,7 +447,8 @@ class LiveRecovery(Recovery):
             alone = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group("gloo", store=alone, rank=0, world_size=1)
         dist.destroy_process_group()
-        store = dist.PrefixStore(f"generation{generation.number}", self._base)  # type: ignore[attr-defined]
+        self._fence = _Fence(self._base, self._meeting, generation)
+        store = dist.PrefixStore(f"generation{generation.number}", self._fence)  # type: ignore[attr-defined]
         short = timedelta(seconds=seconds)
         section = self._config.communication.where(has_native_ops=self._config.ops.native)
         device = self._collectives.device
@@ -617,6 +622,62 @@ class LiveRecovery(Recovery):
         taken = [(number * each + place, micro) for number, micro in shares]
         self._source.share(taken, self._committed.position)
         counters.accumulation.extra = len(shares) - steps
+
+
+@final
+class _Fence(dist.Store):
+    """The store of the groups of a generation. A wait in it fails as soon as a newer generation is there.
+
+    So ranks that open groups do not wait for one that has failed meanwhile.
+    """
+
+    def __init__(self, base: Any, meeting: Meeting, generation: Generation) -> None:
+        super().__init__()
+        self._base, self._meeting, self._generation = base, meeting, generation
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        timeout = timeout or timedelta(seconds=timeout_seconds())
+        deadline = time.monotonic() + timeout.total_seconds()
+        while not self._base.check(keys):
+            if self._meeting.is_replaced(self._generation):
+                raise RuntimeError("a newer generation has replaced it")
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"another rank was not there within {timeout}")
+            time.sleep(POLL_SECONDS)
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        found: bytes = self._base.get(key)
+        return found
+
+    def set(self, key: str, value: Any) -> None:
+        self._base.set(key, value)
+
+    def add(self, key: str, value: int) -> int:
+        return int(self._base.add(key, value))
+
+    def check(self, keys: list[str]) -> bool:
+        return bool(self._base.check(keys))
+
+    def compare_set(self, key: str, expected_value: Any, desired_value: Any) -> bytes:
+        found: bytes = self._base.compare_set(key, expected_value, desired_value)
+        return found
+
+    def delete_key(self, key: str) -> bool:
+        return bool(self._base.delete_key(key))
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return [self.get(key) for key in keys]
+
+    def num_keys(self) -> int:
+        return int(self._base.num_keys())
+
+    def has_extended_api(self) -> bool:
+        return False
+
+    def clone(self) -> Any:
+        """A connection for another thread, which nothing interrupts."""
+        return self._base.clone()
 
 
 def _told(call: tuple[Any, ...]) -> Any:

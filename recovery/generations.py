@@ -21,7 +21,7 @@ from ..utils.errors import PeerError
 
 PREFIX = "xds/recovery"
 _JOINED, _GIVEN_UP = "joined after step ", f"{PREFIX}/given up"
-_POLL_SECONDS = 0.002  # between two looks for the others
+POLL_SECONDS = 0.002  # between two looks for the others
 
 
 @final
@@ -245,7 +245,7 @@ class Meeting:
                 elif time.monotonic() > deadline:
                     raise RuntimeError("there is none")
                 else:
-                    time.sleep(_POLL_SECONDS)
+                    time.sleep(POLL_SECONDS)
             while (newer := self._store.read_as(_KIND, _key(found.number + 1))) is not None:
                 found = newer
         except RuntimeError as error:
@@ -284,7 +284,7 @@ class Meeting:
         while not self._raw.check(keys):
             if self.is_replaced(generation):
                 return False
-            time.sleep(_POLL_SECONDS)
+            time.sleep(POLL_SECONDS)
         return True
 
     def ask_again(self, generation: Generation) -> None:
@@ -332,4 +332,12 @@ def there_again(ranks: Sequence[int]) -> str:
     return f"{who} there again"
 
 
-__all__ = ["Announced", "Generation", "Lighthouse", "Meeting", "Presence", "there_again"]
+__all__ = [
+    "POLL_SECONDS",
+    "Announced",
+    "Generation",
+    "Lighthouse",
+    "Meeting",
+    "Presence",
+    "there_again",
+]

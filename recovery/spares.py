@@ -34,6 +34,7 @@ _FILES, _ERROR_FILE = "XDS_RANK_FILES", "TORCHELASTIC_ERROR_FILE"
 _NICE = 10  # of the thread that imports: the ranks train meanwhile
 _MESSAGE_BYTES = 1 << 17
 _READY = b"ready"
+_PAUSE_SECONDS = 1.0  # before another spare begins: a process that takes its place goes first
 _FORK_SECONDS = 2.0  # that a place waits for a process, beside which a new one takes longer
 _PATIENCE_SECONDS = 0.001
 _MOST_SERVERS = 3  # that are started one after another, where they are killed
@@ -224,6 +225,7 @@ class Spares:
         self._server: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
         self._is_ready = False
+        self._taken_seconds = 0.0  # when a spare has got a place
 
     def begin(self, argv: Sequence[str], environment: Mapping[str, str]) -> None:
         """Start the fork server. argv, environment: of the last rank, as whom spares run the script."""
@@ -247,15 +249,12 @@ class Spares:
     def look(self) -> None:
         """Note what has happened, and ask for the spares that are missing."""
         self._receive()
-        for spare in [spare for spare in self._free if spare.poll() is not None]:
-            self._free.remove(spare)
-            os.close(spare.place)
-            if spare.returncode is not None and spare.returncode >= 0:  # it was not killed
-                self._give_up(spare)
+        self._forget_ended()
         if self._channel is None and self._server is not None and self._server.poll() is not None:
             self._server = None
             self.begin(self._argv, self._environment)
-        while self._is_ready and self._missing > 0:
+        is_early = time.monotonic() - self._taken_seconds < _PAUSE_SECONDS
+        while self._is_ready and self._missing > 0 and not is_early:
             self._ask()
 
     @property
@@ -264,7 +263,8 @@ class Spares:
 
     def take(self, variables: Mapping[str, Any]) -> Forked | None:
         """Let a spare be the rank of these variables. None: there is none."""
-        self.look()
+        self._receive()
+        self._forget_ended()
         if not self._free and self._is_ready and not self.given_up:
             if not self._asked:
                 self._ask()
@@ -275,6 +275,7 @@ class Spares:
         if not self._free:
             return None
         spare = self._free.pop(0)
+        self._taken_seconds = time.monotonic()
         with contextlib.suppress(OSError):  # it has ended meanwhile
             os.write(spare.place, json.dumps(dict(variables)).encode() + b"\n")
         os.close(spare.place)
@@ -315,6 +316,13 @@ class Spares:
         if self._server is not None:
             self._server.kill()
             self._server.wait()
+
+    def _forget_ended(self) -> None:
+        for spare in [spare for spare in self._free if spare.poll() is not None]:
+            self._free.remove(spare)
+            os.close(spare.place)
+            if spare.returncode is not None and spare.returncode >= 0:  # it was not killed
+                self._give_up(spare)
 
     def _ask(self) -> None:
         assert self._channel is not None

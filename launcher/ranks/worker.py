@@ -39,8 +39,11 @@ from typing import NoReturn
 
 _PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 _FILES = "XDS_RANK_FILES"
-# what ranks with recovery import; the first optimizer imports the last one
-_IMPORTED = ("xds.engine.initialize", "xds.engine.recovering", "torch._dynamo")
+# what ranks with recovery import, and most of them
+_IMPORTED = (
+    *("xds.engine.initialize", "xds.engine.recovering", "xds.engine.optim.schedules"),
+    *("xds.ops.comm.waiting", "xds.ops.optim.adam", "xds.ops.watch.watcher", "torch._dynamo"),
+)
 
 
 class _Outcome:

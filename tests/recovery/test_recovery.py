@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -11,16 +12,18 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from forked_launcher import ForkedLauncher
 from helpers import on_busy_machines, run_ranks
 from models import build, micro_batch
 from torch import nn
-from torch.distributed import HashStore
+from torch.distributed import HashStore, PrefixStore
 from torch.utils.data import TensorDataset
 
 import xds
 from xds.engine.data.loaders import build_loader
 from xds.engine.data.step_sampler import step_loader
+from xds.engine.recovering import _Fence
 from xds.launcher.reporting.records import read_run
 from xds.ops.mesh import Mesh
 from xds.ops.watch.store import Store
@@ -476,6 +479,20 @@ def test_a_unit_that_is_not_in_the_newest_generation_is_refused() -> None:
     assert new.next_after(3, 1.0, is_new=True) == fourth == units[0].next_after(3, 1.0)
     with pytest.raises(PeerError, match="another process is rank 2 in generation 4 of this run"):
         units[2].next_after(0, 1.0)
+
+
+def test_ranks_that_open_groups_do_not_wait_for_one_that_fails_meanwhile() -> None:
+    store = HashStore()
+    lighthouse = Lighthouse(Store(store, "recovery", -1), 2)
+    lighthouse.units = [(0,), (1,)]
+    meeting = Meeting(store, "recovery", 0, lighthouse.units)
+    generation = lighthouse.lose([], "rank 1 is there again")
+    fence = _Fence(store, meeting, generation)
+    later = threading.Timer(0.2, lighthouse.lose, ([1], "rank 1 was ended by SIGKILL"))
+    later.start()
+    with pytest.raises(RuntimeError, match="a newer generation has replaced it"):
+        dist.ProcessGroupGloo(PrefixStore("groups", fence), 0, 2, timedelta(seconds=60))
+    later.join()
 
 
 # -- what is not built --------------------------------------------------------------------------------------
