@@ -1,11 +1,13 @@
 """Kills ranks of running trainings, in every phase of a step, and measures how the others go on.
 
-    python benchmarks/recovery/kills.py --kills 1200 --ranks 4
+    python benchmarks/recovery/kills.py --minutes 60 --json soak.json     all layouts in turn
+    python benchmarks/recovery/kills.py --kills 20 --layout "stage 0"
 
-Each run loses all units but one, one or two at a time. A unit is a rank, or `mics` ranks. Above stage 0 without
-`mics` the ranks have one copy of the states, and lost ones are replaced.
-A run fails if it hangs, ends with an error, leaves processes or files, or has other parameters at its end
-than a run without kills: by more than 1e-4, and with one copy by any bit.
+In each run a rank is killed about every second, and replaced by a spare: by SIGKILL, SIGSEGV, SIGSTOP or an
+exception, in each phase of a step, in a save, while others recover, at a random instant, one or two at a time.
+In every eighth run the launcher is killed. A run fails if it hangs, ends with an error, leaves processes or
+files, loses or doubles samples, or has other parameters at its end than a run without kills: by more than 1e-4,
+and with one copy of the states by any bit. The last output is JSON.
 """
 
 from __future__ import annotations
@@ -16,12 +18,12 @@ import os
 import random
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,101 +34,162 @@ TRAIN = Path(__file__).with_name("train.py")
 PHASES = (
     *("forward", "backward", "before sum", "in sum", "before norm", "after norm"),
     *("before update", "after update", "before write", "after write", "before commit"),
-    *("after commit", "before group", "after group", "before healing", "after healing"),
-    *("outside", "outside", "outside"),
+    *("after commit", "outside", "outside", "outside"),
 )
+WHILE_RECOVERING = ("before group", "after group", "before healing", "after healing")
+COPY_PHASES = ("before copy", "after copy")  # of versions: the second leaves one without manifest
 SIGNALS = ("SIGKILL", "SIGKILL", "SIGKILL", "exception", "SIGSEGV", "SIGSTOP")
-COPY_PHASES = (
-    "before copy",
-    "after copy",
-)  # of versions in memory: the second leaves one without manifest
-LIMIT_SECONDS = float(os.environ.get("LIMIT_SECONDS", "180"))
+LIMIT_SECONDS = float(os.environ.get("LIMIT_SECONDS", "240"))
+GONE_SECONDS = 10.0  # after a kill of the launcher
 TOLERANCE = 1e-4
+LAUNCHER_EVERY = 8  # runs
+
+
+@dataclass(frozen=True)
+class Layout:
+    """ranks: at the start. mics: ranks of a shard group. pipe: stages of a pipeline."""
+
+    ranks: int
+    stage: int = 0
+    mics: int = 1
+    pipe: int = 1
+    spares: int = 2
+
+    @property
+    def has_one_copy(self) -> bool:
+        return self.stage > 0 and self.mics == 1
+
+    @property
+    def units(self) -> list[tuple[int, ...]]:
+        if self.has_one_copy:
+            return [(rank,) for rank in range(self.ranks)]
+        return units_of(Mesh(pipe=self.pipe, data=self.ranks // self.pipe), self.mics)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        found = {"STAGE": str(self.stage), "MICS": str(self.mics), "PIPE": str(self.pipe)}
+        return found | ({"ACCUMULATION": "4"} if self.pipe > 1 else {})
+
+
+LAYOUTS = {
+    "stage 0": Layout(3),
+    "stage 1, one copy": Layout(2, stage=1),
+    "stage 2, one copy": Layout(3, stage=2),
+    "stage 3, one copy": Layout(2, stage=3),
+    "stage 2, groups of 2": Layout(6, stage=2, mics=2, spares=4),
+    "stage 3, groups of 2": Layout(4, stage=3, mics=2),
+    "pipelines of 2": Layout(4, pipe=2),
+}
 
 
 def plan_of(
-    random_: random.Random,
-    units_: list[tuple[int, ...]],
-    steps: int,
-    kills: int,
-    *,
-    has_one_copy: bool,
+    random_: random.Random, layout: Layout, steps: int, every: int, how: str
 ) -> list[dict[str, Any]]:
-    """What happens to ranks. kills: of a run whose lost ranks are replaced; 0: they are not."""
-    count = len(units_)
-    phases = (*PHASES, *COPY_PHASES) if has_one_copy else PHASES
-    if (
-        kills and count == 2 and not has_one_copy
-    ):  # the other unit has the only states while new processes copy them
-        phases = tuple(phase for phase in PHASES if "group" not in phase and "healing" not in phase)
-    units = [random_.choice(unit) for unit in random_.sample(units_, count - 1)]
-    if kills:
-        units = [random_.choice(random_.choice(units_)) for _ in range(kills)]
-    step, plan = 3, []
-    for number, unit in enumerate(units):
-        # else together with the one before
-        if random_.random() > 0.2 or (kills and count == 2 and not has_one_copy):
-            step += random_.randint(2, max(3, steps // (len(units) + 1)))
-        phase, how = random_.choice(phases), random_.choice(SIGNALS)
-        if how == "exception" and phase.endswith(("write", "commit")):
-            how = "SIGKILL"  # a save that fails raises on all ranks, with recovery as well
-        plan.append({"number": number, "unit": unit, "step": step, "phase": phase, "signal": how})
+    """What happens to ranks. every: so many steps. how: one signal for all; "": any."""
+    phases = (*PHASES, *(COPY_PHASES if layout.has_one_copy else ()))
+    units, plan, step = layout.units, list[dict[str, Any]](), 5
+
+    def add(unit: tuple[int, ...], phase: str, **more: Any) -> None:
+        name = how or random_.choice(SIGNALS)
+        if name == "exception" and phase.endswith(("write", "commit")):
+            name = "SIGKILL"  # a save that fails raises on all ranks, with recovery as well
+        entry = {"number": len(plan), "unit": random_.choice(unit), "step": step, "phase": phase}
+        plan.append({**entry, "signal": name, **more})
+
+    while step < steps - 10:
+        # where several units have all states: when all are there, so that one is left
+        world = {} if layout.has_one_copy else {"world": layout.ranks}
+        first = random_.choice(units)
+        add(first, random_.choice(phases), **world)
+        others = [unit for unit in units if unit != first]
+        if random_.random() < 0.25 and (layout.has_one_copy or len(others) > 1):
+            phase = random_.choice(PHASES if random_.random() < 0.4 else WHILE_RECOVERING)
+            more = {"world": layout.ranks - len(first)} if world else {}
+            add(random_.choice(others), phase, after=len(plan) - 1, **more)
+        step += random_.randint(every // 2, every * 3 // 2)
     return plan
 
 
-def run(
-    out: Path, plan: list[dict[str, Any]], ranks: int, steps: int, spares: int = 0
-) -> tuple[str, list[Any]]:
-    """Run once. Returns what is wrong, or "", and the records of all units."""
+# -- one run ------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Run:
+    """What was found. problem: what is wrong, or ""."""
+
+    problem: str = ""
+    records: list[Any] = field(default_factory=list)
+    launcher_killed: bool = False
+
+
+def run(out: Path, layout: Layout, plan: list[dict[str, Any]], steps: int, kill_at: float) -> Run:
+    """Run once. kill_at: the launcher is killed so many seconds after the first step; 0: it is not."""
     out.mkdir()
     inside = [entry for entry in plan if entry["phase"] != "outside"]
-    environ = {**os.environ, "OUT": str(out), "STEPS": str(steps), "PLAN": json.dumps(inside)}
-    environ["OMP_NUM_THREADS"] = "1"
+    environ = {**os.environ, **layout.environment, "OUT": str(out), "STEPS": str(steps)}
+    environ |= {"PLAN": json.dumps(inside), "OMP_NUM_THREADS": "1"}
     launcher = Path(sys.executable).with_name("xds")
-    command = [str(launcher), "--recover", "--nproc-per-node", str(ranks)]
-    command += ["--spares", str(spares)]
+    words = [str(launcher), "--recover", "--nproc-per-node", str(layout.ranks)]
+    words += ["--spares", str(layout.spares), "--log-dir", str(out / "logs"), str(TRAIN)]
     with open(out / "output.txt", "w") as output:
         process = subprocess.Popen(
-            [*command, "--log-dir", str(out / "logs"), str(TRAIN)],
-            env=environ,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
+            words, env=environ, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
-        outside = [entry for entry in plan if entry["phase"] == "outside"]
-        deadline = time.monotonic() + LIMIT_SECONDS
-        while process.poll() is None and time.monotonic() < deadline:
-            outside = [entry for entry in outside if not kill_outside(out, entry)]
-            time.sleep(0.001 if outside else 0.05)
+    outside = [entry for entry in plan if entry["phase"] == "outside"]
+    deadline, first_step = time.monotonic() + LIMIT_SECONDS, 0.0
+    while process.poll() is None and time.monotonic() < deadline:
+        outside = [entry for entry in outside if not kill_outside(out, entry)]
+        if kill_at and not first_step and any(out.glob("done*")):
+            first_step = time.monotonic()
+        if first_step and time.monotonic() - first_step > kill_at:
+            return kill_launcher(out, process)
+        time.sleep(0.002 if outside else 0.05)
     if process.returncode is None:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        return "hang", records(out)
+        return Run("hang", records(out))
     found = records(out)
-    left = [record["start"] for record in found if "start" in record and is_alive(record["start"])]
-    if process.returncode:
-        return f"exit code {process.returncode}", found
-    return f"processes left: {left}" if left else "", found
+    left = [pid for pid in pids(found) if is_alive(pid)]
+    problem = f"exit code {process.returncode}" if process.returncode else ""
+    return Run(problem or (f"processes left: {left}" if left else ""), found)
+
+
+def kill_launcher(out: Path, process: subprocess.Popen[bytes]) -> Run:
+    process.kill()
+    process.wait()
+    deadline, found = time.monotonic() + GONE_SECONDS, records(out)
+    pattern = f"xds-states-{process.pid}-*"
+    while time.monotonic() < deadline:
+        left = [pid for pid in pids(found) if is_alive(pid)]
+        files = [path.name for path in Path("/dev/shm").glob(pattern)]
+        if not left and not files:
+            return Run("", found, launcher_killed=True)
+        time.sleep(0.1)
+    return Run(f"launcher killed, left: {left} {files}", found, launcher_killed=True)
 
 
 def kill_outside(out: Path, entry: dict[str, Any]) -> bool:
     """Kill the unit at a random instant once it has done the step. Returns whether it did."""
+    after = entry.get("after")
+    if after is not None and not (out / f"done{after}").exists():
+        return False
     path = out / f"unit{entry['unit']}.jsonl"
     text = path.read_text() if path.exists() else ""
-    lines = [json.loads(line) for line in text.splitlines() if '"world"' in line]
-    steps = [line["step"] for line in lines]
-    if entry["step"] not in steps or os.environ["FULL"] not in ("", str(lines[-1]["world"])):
+    found = [json.loads(line) for line in text.splitlines()[-40:]]
+    steps = [line for line in found if "world" in line]
+    starts = [json.loads(line) for line in text.splitlines() if '"start"' in line]
+    if not steps or steps[-1]["step"] < entry["step"] or not is_alive(starts[-1]["start"]):
         return False
-    pid = [json.loads(line) for line in text.splitlines() if '"start"' in line][-1]["start"]
-    if not is_alive(pid):
-        return False  # the next process of the unit
+    is_new = steps[-1]["seconds"] < starts[-1]["seconds"]  # it has taken no step yet
+    if is_new or steps[-1]["world"] < entry.get("world", 0):
+        return False
     time.sleep(random.random() * 0.03)
     name = "SIGKILL" if entry["signal"] == "exception" else entry["signal"]
+    record = {"seconds": time.time(), "kill": "outside", "unit": entry["unit"], "how": name}
     with open(out / "outside.jsonl", "a") as file:
-        file.write(
-            json.dumps({"seconds": time.time(), "kill": "outside", "unit": entry["unit"]}) + "\n"
-        )
-    os.kill(pid, getattr(signal, name))
+        file.write(json.dumps({**record, "generation": steps[-1]["generation"]}) + "\n")
+    os.kill(starts[-1]["start"], getattr(signal, name))
+    (out / f"done{entry['number']}").touch()
     return True
 
 
@@ -139,103 +202,203 @@ def records(out: Path) -> list[Any]:
     return sorted(found, key=lambda record: record["seconds"])
 
 
+def pids(found: list[Any]) -> list[int]:
+    return [record["start"] for record in found if "start" in record]
+
+
 def is_alive(pid: int) -> bool:
-    return Path(f"/proc/{pid}").exists()
+    path = Path(f"/proc/{pid}/stat")
+    try:
+        return path.read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
 
 
-def waits(found: list[Any], *, has_one_copy: bool) -> list[float]:
-    """Seconds from each kill to the next step of a unit that is left; with one copy, of the new process."""
-    result = []
-    for number, record in enumerate(found):
-        if "kill" in record:
-            later = [
-                other["seconds"] - record["seconds"]
-                for other in found[number + 1 :]
-                if "step" in other
-                and "kill" not in other
-                and (other["unit"] == record["unit"]) == has_one_copy
-            ]
-            result += later[:1]
+# -- what was found -----------------------------------------------------------------------------------------
+
+
+def compare(layout: Layout, found: Run, reference: list[Any], steps: int) -> str:
+    """What differs from a run without kills; "": nothing."""
+    if found.problem or found.launcher_killed:
+        return found.problem
+    checks = next(record["checks"] for record in reference if "end" in record)
+    ends = [record for record in found.records if "end" in record]
+    if len(ends) < len(layout.units[0]):
+        return "no unit has ended"
+    for end in ends:
+        pairs = zip(end["checks"], checks, strict=True)
+        differs = max(abs(a - b) / max(1.0, abs(b)) for a, b in pairs)
+        tolerance = 0.0 if layout.has_one_copy else TOLERANCE
+        if not differs <= tolerance or end["end"] != steps:
+            return f"differs by {differs:.1e} after {end['end']} steps"
+    return samples_wrong(layout, found.records, reference)
+
+
+def samples_wrong(layout: Layout, found: list[Any], reference: list[Any]) -> str:
+    """Samples that no step has had, or two. A rank that was killed in a step may not have said what it read."""
+    wanted, had = samples_of(layout, reference), samples_of(layout, found)
+    unsure = {record["step"] for record in found if "kill" in record and "step" in record}
+    unsure |= {step + 1 for step in unsure}
+    outside = [record["seconds"] for record in found if record.get("kill") == "outside"]
+    for step, numbers in wanted.items():
+        doubled = Counter(had[step]) - Counter(numbers)
+        lost = Counter(numbers) - Counter(had[step])
+        if doubled:
+            return f"step {step} had other samples: {dict(doubled)}"
+        at = [record["seconds"] for record in found if record.get("step") == step]
+        is_beside = any(abs(a - b) < 3.0 for a in at for b in outside)
+        if lost and step not in unsure and not is_beside:
+            return f"step {step} lost samples: {dict(lost)}"
+    return ""
+
+
+def samples_of(layout: Layout, found: list[Any]) -> dict[int, list[int]]:
+    """By step, what all ranks read that take part in it: a step that is taken again replaces the first."""
+    last: dict[tuple[int, int], list[int]] = {}
+    for record in found:
+        if "samples" in record and record["unit"] < layout.ranks // layout.pipe:
+            if "step" in record:
+                last[record["step"], record["unit"]] = record["samples"]
+    result: dict[int, list[int]] = defaultdict(list)
+    for (step, _), numbers in last.items():
+        result[step] += numbers
     return result
 
 
-def show(ranks: int, runs: int, failed: int, seconds: list[float], phases: Counter[str]) -> None:
-    print(f"{phases.total()} kills in {runs} runs of {ranks} ranks; {failed} runs failed")
-    if seconds:
-        seconds.sort()
-        p99 = seconds[min(len(seconds) - 1, int(0.99 * len(seconds)))]
-        print(
-            f"kill to the next step: p50 {statistics.median(seconds):.2f} s, p99 {p99:.2f} s, "
-            f"longest {seconds[-1]:.2f} s"
-        )
-    print(", ".join(f"{phase} {count}" for phase, count in sorted(phases.items())))
+@dataclass
+class Figures:
+    """Of all runs. seconds: of each kill, by kind."""
+
+    runs: Counter[str] = field(default_factory=Counter)
+    kills: Counter[str] = field(default_factory=Counter)
+    signals: Counter[str] = field(default_factory=Counter)
+    problems: list[str] = field(default_factory=list)
+    launchers_killed: int = 0
+    steps_back: Counter[int] = field(default_factory=Counter)
+    seconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    slowest: list[tuple[float, str]] = field(default_factory=list)  # of all but SIGSTOP
+
+    def add(self, name: str, layout: Layout, found: Run) -> None:
+        self.runs[name] += 1
+        self.launchers_killed += found.launcher_killed
+        killed = [record for record in found.records if "kill" in record]
+        self.kills.update(record["kill"] for record in killed)
+        self.signals.update(record["how"] for record in killed)
+        for rank in range(layout.ranks):
+            self._add_steps(
+                [each for each in found.records if each["unit"] == rank and "world" in each]
+            )
+        for record in killed:
+            self._add_waits(record, layout, found.records)
+
+    def _add_steps(self, steps: list[Any]) -> None:
+        """By how many steps a rank went back that had taken them."""
+        for before, after in zip(steps, steps[1:], strict=False):
+            if after["step"] <= before["step"]:
+                self.steps_back[before["step"] - after["step"] + 1] += 1
+
+    def _add_waits(self, kill: Any, layout: Layout, found: list[Any]) -> None:
+        later = [each for each in found if each["seconds"] > kill["seconds"]]
+        newer = [each for each in later if each.get("generation", 0) > kill["generation"]]
+        steps = [each for each in newer if "world" in each]
+        own = [each for each in steps if each["unit"] == kill["unit"]]
+        kind = "SIGSTOP" if kill["how"] == "SIGSTOP" else "others"
+        others = [each for each in steps if each["unit"] != kill["unit"]]
+        if others and not layout.has_one_copy:
+            waited = others[0]["seconds"] - kill["seconds"]
+            self.seconds[f"survivors, {kind}"].append(waited)
+            if kind != "SIGSTOP":
+                what = f"{kill['how']}, {kill['kill']}, generation {kill['generation']}"
+                self.slowest.append((round(waited, 3), f"{what}, at {kill['seconds']:.3f}"))
+                self.slowest = sorted(self.slowest, reverse=True)[:10]
+        starts = [each for each in later if "start" in each and each["unit"] == kill["unit"]]
+        if own and starts:
+            copy = "one copy" if layout.has_one_copy else "replicas"
+            warm = "spare" if starts[0].get("warm") else "cold"
+            kind = f"new process, {copy}, {warm}, {kind}"
+            self.seconds[kind].append(own[0]["seconds"] - kill["seconds"])
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "kills": self.kills.total(),
+            "launchers killed": self.launchers_killed,
+            "runs": dict(self.runs),
+            "problems": self.problems,
+            "hangs": sum(problem.startswith("hang") for problem in self.problems),
+            "steps that ranks went back": {str(k): v for k, v in sorted(self.steps_back.items())},
+            "by signal": dict(self.signals),
+            "by phase": dict(sorted(self.kills.items())),
+            "slowest": self.slowest,
+            "seconds": {kind: summary(found) for kind, found in sorted(self.seconds.items())},
+        }
+
+
+def summary(seconds: list[float]) -> dict[str, float]:
+    ordered = sorted(seconds)
+    p50, p99 = (ordered[min(len(ordered) - 1, int(part * len(ordered)))] for part in (0.5, 0.99))
+    named = {"p50": p50, "p99": p99, "longest": ordered[-1]}
+    return {"count": len(ordered), **{name: round(value, 3) for name, value in named.items()}}
 
 
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kills", type=int, default=60)
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--stage", type=int, default=0, help="ZeRO stage")
-    parser.add_argument("--mics", type=int, default=1, help="ranks of a shard group")
-    parser.add_argument("--pipe", type=int, default=1, help="stages of a pipeline")
+    parser.add_argument(
+        "--minutes", type=float, default=0.0, help="end after the run that lasts longer"
+    )
+    parser.add_argument("--kills", type=int, default=0, help="end after so many; default 60")
+    parser.add_argument("--layout", action="append", choices=sorted(LAYOUTS), help="only this one")
+    parser.add_argument("--steps", type=int, default=400, help="of a run")
+    parser.add_argument("--every", type=int, default=25, help="steps between kills")
     parser.add_argument("--signal", default="", help="this one only")
-    parser.add_argument("--spares", type=int, default=0, help="lost ranks are replaced")
-    parser.add_argument("--kills-per-run", type=int, default=6, help="with --spares")
-    return parser.parse_args()
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--keep", action="store_true", help="also the folders of good runs")
+    parser.add_argument("--json", default="", help="figures so far, after each run")
+    args = parser.parse_args()
+    args.kills = args.kills or (10**9 if args.minutes else 60)
+    return args
 
 
 def main() -> None:
     args = options()
-    os.environ |= {"STAGE": str(args.stage), "MICS": str(args.mics), "PIPE": str(args.pipe)}
-    if args.pipe > 1:
-        os.environ.setdefault("ACCUMULATION", "4")
-    units = units_of(Mesh(pipe=args.pipe, data=args.ranks // args.pipe), args.mics)
-    # a kill waits until all ranks are there, where none but the killed unit and another one have states
-    has_one_copy = args.stage > 0 and args.mics == 1
-    is_pair = args.spares and len(units) == 2 and not has_one_copy
-    os.environ["FULL"] = str(args.ranks) if is_pair else ""
     folder = Path(tempfile.mkdtemp(prefix="kills-"))
-    before = {path.name for path in Path("/dev/shm").iterdir()}
-    problem, found = run(folder / "reference", [], args.ranks, args.steps)
-    assert not problem, f"{problem}: {folder}"
-    checks = next(record["checks"] for record in found if "end" in record)
-    random_ = random.Random(args.seed)
-    kills, seconds, problems, phases = 0, [], [], Counter[str]()
-    number = 0
-    while kills < args.kills:
-        number += 1
-        replaced = args.kills_per_run if args.spares or has_one_copy else 0
-        plan = plan_of(random_, units, args.steps, replaced, has_one_copy=has_one_copy)
-        if args.signal:
-            plan = [{**entry, "signal": args.signal} for entry in plan]
+    shared = {path.name for path in Path("/dev/shm").iterdir()}
+    names = args.layout or list(LAYOUTS)
+    references: dict[str, list[Any]] = {}
+    random_, figures, number = random.Random(args.seed), Figures(), 0
+    began = time.monotonic()
+    while figures.kills.total() < args.kills:
+        name = names[number % len(names)]
+        layout, number = LAYOUTS[name], number + 1
+        if name not in references:
+            whole = run(folder / f"reference{number}", layout, [], args.steps, 0.0)
+            assert not whole.problem, f"{whole.problem}: {folder}"
+            references[name] = whole.records
+        plan = plan_of(random_, layout, args.steps, args.every, args.signal)
+        kill_at = random_.uniform(0.1, 5.0) if number % LAUNCHER_EVERY == 0 else 0.0
         out = folder / f"run{number}"
-        problem, found = run(out, plan, args.ranks, args.steps, args.spares)
-        ends = [record for record in found if "end" in record]
-        if not problem and not ends:
-            problem = "no unit has ended"
-        for end in ends:
-            differs = max(
-                abs(a - b) / max(1.0, abs(b)) for a, b in zip(end["checks"], checks, strict=True)
-            )
-            tolerance = 0.0 if has_one_copy else TOLERANCE
-            if not problem and (differs > tolerance or end["end"] != args.steps):
-                problem = f"differs by {differs:.1e} after {end['end']} steps"
-        killed = [record for record in found if "kill" in record]
-        kills += len(killed)
-        phases.update(record["kill"] for record in killed)
-        waited = waits(found, has_one_copy=has_one_copy)
-        seconds += waited
+        found = run(out, layout, plan, args.steps, kill_at)
+        problem = compare(layout, found, references[name], args.steps)
+        figures.add(name, layout, found)
         if problem:
-            problems.append(f"{problem}: {out}: {json.dumps(plan)}")
-            print(problems[-1], flush=True)
-        else:
+            figures.problems.append(f"{problem}: {name}: {out}")
+            print(figures.problems[-1], flush=True)
+        elif not args.keep:
             shutil.rmtree(out)
-    left = {path.name for path in Path("/dev/shm").iterdir()} - before
-    show(args.ranks, number, len(problems), seconds, phases)
-    print(f"files left in shared memory: {sum(name.startswith('xds') for name in left)}")
-    sys.exit(bool(problems))
+        result = figures.as_dict()
+        # only names of this benchmark's launchers: others may run beside it
+        left = {path.name for path in Path("/dev/shm").glob("xds-states-*")} - shared
+        result["files left in shared memory"] = len(left)
+        result["minutes"] = round((time.monotonic() - began) / 60, 1)
+        if args.json:
+            Path(args.json).write_text(json.dumps(result, indent=2) + "\n")
+        print(
+            f"{name}: {figures.kills.total()} kills, {len(figures.problems)} problems", flush=True
+        )
+        if args.minutes and time.monotonic() - began > 60 * args.minutes:
+            break
+    print(json.dumps(result, indent=2))
+    sys.exit(bool(figures.problems))
 
 
-main()
+if __name__ == "__main__":
+    main()

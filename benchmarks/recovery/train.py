@@ -1,7 +1,8 @@
 """A run that is killed: a small GPT on several ranks, with saves. Started by kills.py and step_time.py.
 
-Environment: STEPS, PLAN (JSON: [{"number", "unit", "step", "phase", "signal"}]), OUT (a folder: `unit3.jsonl`
-gets a line for each step, kill and end), RECOVERY (0: without the section), STAGE, MICS.
+Environment: STEPS, OUT (a folder: `unit3.jsonl` gets a line for each step, kill and end), RECOVERY (0: without
+the section), STAGE, MICS, PIPE, and PLAN (JSON: [{"number", "unit", "step", "phase", "signal", "world"}]). A
+kill comes at or after its step, once so many ranks are there, and the kill `after` (if any) has been.
 """
 
 from __future__ import annotations
@@ -24,15 +25,18 @@ STEPS = int(os.environ.get("STEPS", "60"))
 OUT = Path(os.environ["OUT"])
 PLAN = json.loads(os.environ.get("PLAN", "[]"))
 SAVE_EVERY = int(os.environ.get("SAVE_EVERY", "10"))
-FULL = os.environ.get("FULL", "")  # kill only while so many ranks are there
+IS_WARM = "XDS_SPARE" in os.environ
 STAGE, MICS = int(os.environ.get("STAGE", "0")), int(os.environ.get("MICS", "1"))
 PIPE = int(os.environ.get("PIPE", "1"))
 WIDTH, TOKENS, VOCABULARY = int(os.environ.get("WIDTH", "64")), 32, 256
 
 
 def write(**record: Any) -> None:
-    with open(OUT / f"unit{UNIT}.jsonl", "a") as lines:
-        lines.write(json.dumps({"seconds": time.time(), **record}) + "\n")
+    # one write: a kill leaves no half of a line
+    line = json.dumps({"seconds": time.time(), **record}) + "\n"
+    descriptor = os.open(OUT / f"unit{UNIT}.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    os.write(descriptor, line.encode())
+    os.close(descriptor)
 
 
 class Block(nn.Module):
@@ -49,6 +53,22 @@ class Block(nn.Module):
         y = self.norm1(x)
         x = x + self.attention(y, y, y, attn_mask=mask, is_causal=True, need_weights=False)[0]
         return x + self.mlp(self.norm2(x))
+
+
+class Samples(torch.utils.data.Dataset):
+    """Tokens, and which samples were read."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.tokens = torch.randint(0, VOCABULARY, (2000, TOKENS + 1), generator=generator)
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, number: int) -> torch.Tensor:
+        self.read.append(number)
+        return self.tokens[number]
 
 
 class Gpt(nn.Module):
@@ -75,10 +95,18 @@ def reach(phase: str) -> None:
             done = OUT / f"done{entry['number']}"
             if done.exists():  # in the process before this one
                 continue
-            if FULL and engine.world_size < int(FULL):
+            after = entry.get("after")
+            if after is not None and not (OUT / f"done{after}").exists():
+                continue
+            if engine.world_size < entry.get("world", 0):
                 continue
             done.touch()
-            write(kill=phase, step=engine.global_steps)
+            write(
+                kill=phase,
+                step=engine.global_steps,
+                how=entry["signal"],
+                generation=engine._parts.recovery.generation,
+            )
             if entry["signal"] == "exception":
                 PLAN.remove(entry)
                 raise RuntimeError(f"planned, in {phase}")
@@ -147,10 +175,9 @@ def main() -> None:
     model = Gpt()
     if PLAN:
         patch_all(model)
-    generator = torch.Generator().manual_seed(1)
-    data = torch.randint(0, VOCABULARY, (2000, TOKENS + 1), generator=generator)
+    data, rows = Samples(), int(os.environ.get("ROWS", "2"))
     config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": int(os.environ.get("ROWS", "2")),
+        "train_micro_batch_size_per_gpu": rows,
         "gradient_accumulation_steps": int(os.environ.get("ACCUMULATION", "1")),
         "gradient_clipping": 1.0,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
@@ -169,11 +196,23 @@ def main() -> None:
         config["pipeline"] = {"stages": PIPE}
     engine = xds.initialize(model, config, training_data=data)
     UNIT = int(os.environ["RANK"])
-    write(start=os.getpid())
+    write(start=os.getpid(), warm=IS_WARM)
+    recovery, micro_steps = engine._parts.recovery, engine.micro_steps
     while engine.global_steps < STEPS:
         for _ in train(engine):
             norm, world = engine.get_global_grad_norm(), engine.world_size
-            write(step=engine.global_steps, norm=norm, world=world, cpu=time.process_time())
+            # of the step that counts: those of one that was dropped, or is taken again, come before
+            numbers = data.read[-rows * max(1, engine.micro_steps - micro_steps) :]
+            data.read.clear()
+            micro_steps = engine.micro_steps
+            write(
+                step=engine.global_steps,
+                norm=norm,
+                world=world,
+                cpu=time.process_time(),
+                generation=recovery.generation,
+                samples=numbers,
+            )
             if engine.global_steps % SAVE_EVERY == 0:
                 engine.save_checkpoint(OUT / "checkpoints")
             if engine.global_steps >= STEPS:
