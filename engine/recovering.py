@@ -14,6 +14,7 @@ step, or of the one before it. A process on another host gets it from the buddy 
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import json
 import logging
@@ -21,7 +22,7 @@ import os
 import shutil
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -36,13 +37,13 @@ from ..ops.comm.exchange import agreeing, all_gather_json
 from ..ops.comm.mesh_groups import MeshGroups
 from ..ops.comm.opening import open_collectives
 from ..recovery.buddies import newest_common, steps_of
-from ..recovery.generations import POLL_SECONDS, Generation, Meeting
+from ..recovery.generations import Generation, Meeting
 from ..recovery.slots import NONE, new_folder
 from ..recovery.units import data_ranks_of_unit, mesh_of_units, shares_of
 from ..utils.errors import PeerError, UsageError, XdsError
 from ..utils.version import __version__
 from ..zero.core.reduction import StepStatus
-from .checkpoint.image import Image, read_image
+from .checkpoint.image import Image, read_image, receive_image, send_image
 from .checkpoint.random_state import KeptRandom, read_random_state
 from .checkpoint.save import SaveOptions
 from .checkpoint.versions import Versions, held_of
@@ -50,8 +51,9 @@ from .config.config import Config
 from .counters import Counters
 from .data.loaders import RankLoader
 from .data.step_sampler import StepSampler
+from .lost_peers import FencedStore, Losses
 from .parts import Parts, Recovery
-from .process.process import joins, timeout_seconds
+from .process.process import check_spare_hosts, joins, timeout_seconds
 from .states import States
 from .steps.training_step import TrainingStep
 
@@ -118,6 +120,7 @@ class LiveRecovery(Recovery):
     ) -> None:
         """groups: all others than `collectives`. Raises UsageError: recovery cannot work here."""
         _check(config, collectives, loader)
+        check_spare_hosts(config.recovery.spare_hosts)
         source = loader.source
         assert isinstance(source, StepSampler)
         self._config, self._collectives, self._groups = config, collectives, groups
@@ -129,13 +132,16 @@ class LiveRecovery(Recovery):
         if config.recovery.keeps_versions(config.zero_optimization):
             self._versions = Versions(self._rank, _store_address())
         self._base = _connection()  # of groups
-        self._fence: _Fence  # torch keeps no reference to it
+        self._fence: FencedStore  # torch keeps no reference to it
         self._generation = Generation(0, tuple(range(len(self._units))))
         self._joins = joins()
         if self._joins is not None:
             self._generation = Generation(self._joins.generation, ())
         process = 0 if self._joins is None else self._joins.attempt
         self._meeting = Meeting(_connection(), "recovery", self._rank, self._units, process)
+        self._losses = Losses(
+            Meeting(_connection(), "recovery", self._rank, self._units, process), groups
+        )
         self._has_met = False  # in the newest generation; states are still to be settled
         self._rows: list[_Row] = []  # of the last meeting, by rank
         self._regroups = False  # another generation begins after the step that runs
@@ -160,6 +166,10 @@ class LiveRecovery(Recovery):
     def begin(self) -> None:
         assert self._target is not None
         self._collectives.watch.recovers = True
+        if int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1:
+            self._losses.start()
+            # Python unwinds threads that are left at its end, and C++ code in them then aborts
+            atexit.register(self._losses.end)
         self._note(self._source.start())
         if self._joins is not None:
             if self._versions is not None:
@@ -178,7 +188,8 @@ class LiveRecovery(Recovery):
             self._begin_copies(self._versions, self._image(self._target).size_bytes)
             has_buddies = self._versions.has_buddy
         self._collectives.barrier()  # from here on every rank can recover
-        num_least = self._config.recovery.least_units(len(self._units))
+        with self._losses.opening(self._generation):
+            num_least = self._config.recovery.least_units(len(self._units))
         has_one_copy = self._versions is not None
         self._meeting.announce(num_least, has_one_copy=has_one_copy, has_buddies=has_buddies)
 
@@ -321,6 +332,7 @@ class LiveRecovery(Recovery):
         self._saved = str(Path(save_dir).absolute() / name)
 
     def end(self) -> None:
+        self._losses.end()
         if self._versions is not None:
             self._versions.close()
         self._target = None
@@ -435,6 +447,10 @@ class LiveRecovery(Recovery):
 
     def _enter(self, generation: Generation, parts: Parts, seconds: float) -> None:
         """Open all groups anew. Raises PeerError: a rank has failed meanwhile, or was not there in time."""
+        with self._losses.opening(generation):
+            self._open(generation, parts, seconds)
+
+    def _open(self, generation: Generation, parts: Parts, seconds: float) -> None:
         self._generation = generation
         ranks = self._meeting.ranks_in(generation)
         mesh = self._mesh
@@ -447,7 +463,7 @@ class LiveRecovery(Recovery):
             alone = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group("gloo", store=alone, rank=0, world_size=1)
         dist.destroy_process_group()
-        self._fence = _Fence(self._base, self._meeting, generation)
+        self._fence = FencedStore(self._base, self._meeting, generation)
         store = dist.PrefixStore(f"generation{generation.number}", self._fence)  # type: ignore[attr-defined]
         short = timedelta(seconds=seconds)
         section = self._config.communication.where(has_native_ops=self._config.ops.native)
@@ -538,16 +554,45 @@ class LiveRecovery(Recovery):
                     failure = str(error)
             told = {"folder": folder, "failure": failure, "call": _told(self._call)}
             every = all_gather_json(self._collectives, told, "the folder of states")
+            sources = {rank: self._peer_of(rank, source) for rank in new}
+            folder = self._send_images(sources, ranks, every, folder)
             if self._joins is not None:
-                unit = self._units[self._meeting.unit]
-                peer = self._units[source][unit.index(self._rank)]
-                self._take(target, every[ranks.index(peer)], every)
+                told = every[ranks.index(sources[self._rank])]
+                self._take(target, {**told, "folder": folder or told["folder"]}, every)
             elif parts.sharded.policy.shards_optimizer:
                 parts.updater.publish_again()
             self._collectives.barrier()
         finally:
             if folder:
                 shutil.rmtree(folder, ignore_errors=True)
+
+    def _peer_of(self, rank: int, unit: int) -> int:
+        """The rank of `unit` with the same place in it."""
+        own = next(ranks for ranks in self._units if rank in ranks)
+        return self._units[unit][own.index(rank)]
+
+    def _send_images(
+        self, sources: Mapping[int, int], ranks: Sequence[int], every: list[Any], folder: str
+    ) -> str:
+        """Send images to new processes on other hosts. For all ranks. Returns the folder of this one, if any.
+
+        sources: by rank of a new process, the rank that has written its image. every: what each rank has told.
+        """
+        lacks = False
+        if self._joins is not None:
+            told = every[ranks.index(sources[self._rank])]
+            # its name is random: where it exists, the memory is the same
+            lacks = not told["failure"] and not Path(told["folder"]).exists()
+        lacking = all_gather_json(self._collectives, lacks, "who lacks states")
+        for rank, source in sorted(sources.items()):
+            if not lacking[ranks.index(rank)]:
+                continue
+            if self._rank == source:
+                send_image(self._collectives, ranks.index(rank), Path(folder))
+            elif self._rank == rank:
+                folder = str(new_folder())
+                receive_image(self._collectives, ranks.index(source), Path(folder))
+        return folder
 
     def _take(self, target: RecoveryTarget, told: Any, every: list[Any]) -> None:
         """Take the states that another rank has written, and its part in a call that runs."""
@@ -622,62 +667,6 @@ class LiveRecovery(Recovery):
         taken = [(number * each + place, micro) for number, micro in shares]
         self._source.share(taken, self._committed.position)
         counters.accumulation.extra = len(shares) - steps
-
-
-@final
-class _Fence(dist.Store):
-    """The store of the groups of a generation. A wait in it fails as soon as a newer generation is there.
-
-    So ranks that open groups do not wait for one that has failed meanwhile.
-    """
-
-    def __init__(self, base: Any, meeting: Meeting, generation: Generation) -> None:
-        super().__init__()
-        self._base, self._meeting, self._generation = base, meeting, generation
-
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        timeout = timeout or timedelta(seconds=timeout_seconds())
-        deadline = time.monotonic() + timeout.total_seconds()
-        while not self._base.check(keys):
-            if self._meeting.is_replaced(self._generation):
-                raise RuntimeError("a newer generation has replaced it")
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"another rank was not there within {timeout}")
-            time.sleep(POLL_SECONDS)
-
-    def get(self, key: str) -> bytes:
-        self.wait([key])
-        found: bytes = self._base.get(key)
-        return found
-
-    def set(self, key: str, value: Any) -> None:
-        self._base.set(key, value)
-
-    def add(self, key: str, value: int) -> int:
-        return int(self._base.add(key, value))
-
-    def check(self, keys: list[str]) -> bool:
-        return bool(self._base.check(keys))
-
-    def compare_set(self, key: str, expected_value: Any, desired_value: Any) -> bytes:
-        found: bytes = self._base.compare_set(key, expected_value, desired_value)
-        return found
-
-    def delete_key(self, key: str) -> bool:
-        return bool(self._base.delete_key(key))
-
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        return [self.get(key) for key in keys]
-
-    def num_keys(self) -> int:
-        return int(self._base.num_keys())
-
-    def has_extended_api(self) -> bool:
-        return False
-
-    def clone(self) -> Any:
-        """A connection for another thread, which nothing interrupts."""
-        return self._base.clone()
 
 
 def _told(call: tuple[Any, ...]) -> Any:

@@ -76,11 +76,13 @@ class Host:
     """A machine of a hostfile. slots: the device numbers to use on it, one rank each.
 
     site: the name of the place where it stands; "" where the hostfile names none.
+    is_spare: it has no ranks until another host is lost.
     """
 
     name: str
     slots: tuple[int, ...]
     site: str = ""
+    is_spare: bool = False
 
 
 @final

@@ -75,7 +75,9 @@ class Recovery(Section):
         "mics_shard_size), so many copies of the last two steps in shared memory; only 1 is built",
     )
     spare_hosts: Natural = Field(
-        0, description="hosts that wait for the place of another one; only 0 is built"
+        0,
+        description="at least so many hosts of the hostfile wait for the place of another one when training "
+        "starts; they are marked `spare` there",
     )
     min_units: Count = Field(
         1,
@@ -89,10 +91,6 @@ class Recovery(Section):
             return
         if self.copies != 1:
             report.complain("recovery.copies", self.copies, "must be 1: more copies are not built")
-        if self.spare_hosts:
-            report.complain(
-                "recovery.spare_hosts", self.spare_hosts, "must be 0: spare hosts are not built"
-            )
         if (
             config.outer is not None
         ):  # groups lose no steps: they are opened again only between themselves

@@ -299,6 +299,18 @@ class Meeting:
         """There is a newer one."""
         return bool(self._raw.check([_key(generation.number + 1)]))
 
+    def has_lost(self, generation: Generation) -> bool:
+        """A newer one lacks a process of this one."""
+        ranks = self.ranks_in(generation)
+        newer: Generation | None = generation
+        while newer is not None:
+            is_gone = not set(generation.units) <= set(newer.units)
+            now, before = newer.processes, generation.processes
+            if is_gone or any(now.get(rank, 0) != before.get(rank, 0) for rank in ranks):
+                return True
+            newer = self._store.read_as(_KIND, _key(newer.number + 1))
+        return False
+
 
 @final
 class Presence:

@@ -170,6 +170,7 @@ BARRED = (
         "xds.engine.deepspeed",
         "xds.engine.planning",
         "xds.engine.recovering",
+        "xds.engine.lost_peers",
         "xds.recovery.generations",
         "xds.engine.meeting",
         "xds.outer.",

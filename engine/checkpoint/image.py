@@ -14,8 +14,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, final
 
+import numpy as np
 import torch
 
+from ...ops.comm.collectives import Collectives
 from ...utils.errors import DamagedError
 from ...zero.checkpoint.restore import Restore
 from ...zero.checkpoint.snapshot import Snapshot
@@ -33,6 +35,7 @@ from .save import SaveOptions, add_own, buffer_sums, collect
 
 CHUNK_BYTES = 256 << 10  # with a checksum each
 FILE = "rank_00000-00000000.safetensors"
+_MESSAGE_BYTES, _SENT = 16 << 20, "recovery"
 
 
 @final
@@ -139,4 +142,25 @@ def read_image(parts: Parts, counters: Counters, folder: Path, *, also_random: b
     return plan.state["client_state"]
 
 
-__all__ = ["Image", "image_step", "read_image"]
+def send_image(collectives: Collectives, peer: int, folder: Path) -> None:
+    """Send the files of an image to rank `peer`, which calls `receive_image`. Raises PeerError."""
+    for name in (FILE, MANIFEST):
+        data = np.fromfile(folder / name, dtype=np.uint8)
+        size = torch.tensor([data.size])
+        collectives.send(size, peer, what="the size of states", kind=_SENT).wait()
+        for part in torch.split(torch.from_numpy(data), _MESSAGE_BYTES):
+            collectives.send(part, peer, what="states", kind=_SENT).wait()
+
+
+def receive_image(collectives: Collectives, peer: int, folder: Path) -> None:
+    """Write the files of an image that rank `peer` sends. Their checksums are looked at when it is read."""
+    for name in (FILE, MANIFEST):
+        size = torch.zeros(1, dtype=torch.int64)
+        collectives.receive(size, peer, what="the size of states").wait()
+        data = torch.empty(int(size), dtype=torch.uint8)
+        for part in torch.split(data, _MESSAGE_BYTES):
+            collectives.receive(part, peer, what="states").wait()
+        data.numpy().tofile(folder / name)
+
+
+__all__ = ["Image", "image_step", "read_image", "receive_image", "send_image"]

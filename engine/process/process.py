@@ -86,6 +86,16 @@ def num_sites() -> int:
     return int(os.environ.get("XDS_SITES", "1"))
 
 
+def check_spare_hosts(wanted: int) -> None:
+    """Raises UsageError: the launcher has fewer spare hosts (XDS_SPARE_HOSTS) than the config wants."""
+    found = int(os.environ.get("XDS_SPARE_HOSTS", "0"))
+    if found < wanted:
+        raise UsageError(
+            f"recovery.spare_hosts = {wanted}: the launcher reaches {found}; write `spare` after the slots of "
+            "so many hosts of the hostfile, start with `xds --recover --hostfile`, or set a smaller number"
+        )
+
+
 def num_launched() -> int | None:
     """The ranks that a launcher has described; None: none has. The same on all ranks."""
     found = os.environ.get("WORLD_SIZE", "")

@@ -1,7 +1,7 @@
 """Selects machines and their slots: hostfiles and filters in DeepSpeed's syntax.
 
-A hostfile has a line for each host: `worker-1 slots=8`, or `worker-1 slots=8 site=paris`. A filter names hosts
-and slots of it: `worker-1@worker-2:0,2-4`. A name with a colon or an @ in it may be put in brackets:
+A hostfile has a line for each host: `worker-1 slots=8`, or `worker-1 slots=8 site=paris spare`. A filter names
+hosts and slots of it: `worker-1@worker-2:0,2-4`. A name with a colon or an @ in it may be put in brackets:
 `[fe80::1]:0`.
 """
 
@@ -41,14 +41,14 @@ def read_hostfile(path: str | Path) -> list[Host]:
         if fields == [""]:
             continue
         try:
-            name, (num_slots, site) = host_name(fields[0]), _slots_and_site(fields)
+            name, (num_slots, site, is_spare) = host_name(fields[0]), _words(fields)
             if name in hosts:
                 raise UsageError(
                     f"{quoted(name)} is already in an earlier line; name each host once, with all of its slots"
                 )
         except UsageError as error:
             raise UsageError(f"hostfile = {quoted(path)}: line {number}: {error}") from None
-        hosts[name] = Host(name, tuple(range(num_slots)), site)
+        hosts[name] = Host(name, tuple(range(num_slots)), site, is_spare)
     if not hosts:
         raise UsageError(
             f"hostfile = {quoted(path)}: no host in it; write a line such as `worker-1 slots=8` for each"
@@ -83,8 +83,8 @@ def host_name(text: str) -> str:
     return f"{user}{at}{name}"
 
 
-def _slots_and_site(fields: list[str]) -> tuple[int, str]:
-    """The number of slots, and the site, which is "" if none is named."""
+def _words(fields: list[str]) -> tuple[int, str, bool]:
+    """The number of slots; the site, which is "" if none is named; whether the host is spare."""
     need = "needs `slots=N`, such as `worker-1 slots=8`"
     if len(fields) < 2:
         raise UsageError(f"{quoted(fields[0])}: {need}")
@@ -96,15 +96,18 @@ def _slots_and_site(fields: list[str]) -> tuple[int, str]:
             f"slots={printable(number)}: must be a number from 1 to {_MAX_SLOTS}"
             "; to skip a host, begin its line with #"
         )
-    site = ""
+    site, is_spare = "", False
     for word in fields[2:]:
         if word.startswith("site=") and word != "site=" and not site:
             site = word.removeprefix("site=")
+        elif word == "spare" and not is_spare:
+            is_spare = True
         elif not re.fullmatch(r"max[-_]slots=[0-9]+", word):  # of Open MPI, not used here
             raise UsageError(
-                f"{quoted(word)}: unexpected after slots=, where one site=NAME may stand; comments begin with #"
+                f"{quoted(word)}: unexpected after slots=, where one site=NAME and the word spare may stand; "
+                "comments begin with #"
             )
-    return int(number), site
+    return int(number), site, is_spare
 
 
 def by_site(hosts: Sequence[Host]) -> list[Host]:
@@ -120,7 +123,8 @@ def by_site(hosts: Sequence[Host]) -> list[Host]:
         raise UsageError(
             f"host {quoted(name)} has no site, and others have one; write site=NAME in all lines, or in none"
         )
-    counts = {s: sum(len(host.slots) for host in hosts if host.site == s) for s in sites}
+    with_ranks = [host for host in hosts if not host.is_spare]
+    counts = {s: sum(len(host.slots) for host in with_ranks if host.site == s) for s in sites}
     if len(set(counts.values())) > 1:
         said = ", ".join(f"{quoted(site)} {count}" for site, count in counts.items())
         raise UsageError(

@@ -107,7 +107,8 @@ def _check_pairs(args: ParsedArgs) -> None:
         (("hostfile",), ("node_rank",)),
         (("no_ssh",), ("force_multi", "launcher", *_RENDEZVOUS_OPTIONS)),
         (("standalone",), ("node_rank",)),
-        (("recover",), ("force_multi", "launcher", "node_rank", "no_ssh", *_RENDEZVOUS_OPTIONS)),
+        (("recover",), ("node_rank", "no_ssh", *_RENDEZVOUS_OPTIONS)),
+        (("recover",), ("elastic_training", "min_elastic_nodes", "max_elastic_nodes")),
     ]
     for one, other in pairs:
         if other == ("node_rank",) and args.has("no_ssh"):
@@ -276,7 +277,7 @@ def _all_hosts(
 
 
 def _num_sites(hosts: Sequence[Host]) -> int:
-    return len({host.site for host in hosts})
+    return len({host.site for host in hosts if not host.is_spare})
 
 
 def _count_here(args: ParsedArgs) -> int:
@@ -293,10 +294,22 @@ def _allocated(environ: Mapping[str, str]) -> list[Host]:
 def _on_hosts(
     args: ParsedArgs, hosts: Sequence[Host], launcher: str, environ: Mapping[str, str]
 ) -> Hosts:
-    from ..remote.backends import BACKENDS, backend_named
+    from ..remote.backends import PerHost, backend_named
 
-    if launcher not in BACKENDS:
-        backend_named(launcher)  # raises the error
+    backend = backend_named(launcher)  # raises an error for an unknown one
+    if args.has("recover") and not isinstance(backend, PerHost):
+        raise UsageError(
+            f"--recover with --launcher {launcher}: it takes no orders after the start, so no place of a lost "
+            "rank could be filled; use --launcher ssh with a hostfile"
+        )
+    spare = next((host.name for host in hosts if host.is_spare), "")
+    if spare and not args.has("recover"):
+        raise UsageError(
+            f"host {printable(spare)} is marked `spare`, which needs --recover; add it, or remove the word "
+            "from the hostfile"
+        )
+    if not any(not host.is_spare for host in hosts):
+        raise UsageError("all hosts are marked `spare`; remove the word from those that get ranks")
     # the slots define the number of ranks
     job = replace(_job(args), num_ranks="auto", num_sites=_num_sites(hosts))
     restarts = _restarts(args)

@@ -57,6 +57,11 @@ def run(job: Job, rendezvous: Rendezvous = _ONE_MACHINE, restarts: Restarts = _N
     """
     check_target(job)
     is_alone = rendezvous.max_nodes == 1
+    if job.recovers and not is_alone:
+        raise UsageError(
+            "--recover on machines that each start xds: one of them has to decide for all; start xds once, "
+            "with --hostfile and ssh"
+        )
     order = Order(
         job,
         rendezvous,

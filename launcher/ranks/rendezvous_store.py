@@ -57,6 +57,13 @@ def serve(rendezvous: Rendezvous) -> tuple[Rendezvous, TCPStore | None]:
     return rendezvous, _served(listening) if listening else None
 
 
+def serve_at(endpoint: str) -> TCPStore | None:
+    """A store at "address:port", which other machines reach; None: the address is not one of this machine."""
+    host, port = split_endpoint(endpoint)
+    listening = _listening(host, port)
+    return None if listening is None else _served(listening)
+
+
 def _listening(host: str, port: int) -> socket.socket | None:
     """A socket on the first address of `host` that belongs to this machine and that others can reach."""
     is_same_for_all = is_loopback(host)

@@ -19,27 +19,34 @@ import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 from ...utils.errors import UsageError
 from ...utils.messages import write_stderr
 from ...utils.sealing import new_key
-from ..job import Host, Job, Remote, Rendezvous, Restarts
+from ..job import Host, Job, Order, Remote, Rendezvous, Restarts
 from ..ranks.failure import first_failure, was_preempted
 from ..ranks.network import join_endpoint
 from ..ranks.stop import Stop, stop_signals
+from ..ranks.supervise import import_torch
 from .backends import PerHost
 from .link import NodeLink
 from .messages import HEARTBEATS_PER_TIMEOUT
 from .start import (
+    HEARTBEAT_SECONDS,
     LostHost,
     Results,
     choose_hosts,
     final_report,
     heartbeat_seconds,
+    hosts_in_place,
     make_orders,
     own_streams,
+    spare_order,
 )
+
+if TYPE_CHECKING:
+    from .deciding import Deciding
 
 CONNECTING_AT_ONCE = 64
 _TICK_SECONDS = 0.1
@@ -99,6 +106,7 @@ class _Member:
     state: str = "away"
     link: NodeLink | None = None
     address: str = ""
+    head_address: str = ""  # where it sees this machine
     port: int = 0
     ahead_seconds: float = 0.0  # its clock minus ours
     next_attempt: float = 0.0
@@ -112,10 +120,12 @@ class _Start(Results):
     """The state and the results of one start of all ranks."""
 
     members: list[_Member] = field(default_factory=list)
+    order: Order | None = None  # of the last of them
     lost: list[LostHost] = field(default_factory=list)
     is_growing: bool = False  # stopped by the head to add hosts that came back
     # a node process got a stop signal on its host, for example from a cloud provider
     was_stopped_on_host: bool = False
+    deciding: Deciding | None = None  # what happens to ranks of a run with recovery
 
 
 @final
@@ -134,7 +144,15 @@ class _Head:
         self._job, self._remote, self._backend = job, remote, backend
         self._restarts, self._stop = restarts, stop
         self._write = own_streams(stop)
-        self._limit_seconds = heartbeat_seconds()
+        self._limit_seconds = heartbeat_seconds(HEARTBEAT_SECONDS)
+        self._tick_seconds = _TICK_SECONDS
+        if job.recovers:
+            import_torch()  # before hosts wait for messages: it may take long
+            from .deciding import HEARTBEAT_SECONDS as SHORT_SECONDS
+            from .deciding import TICK_SECONDS
+
+            self._limit_seconds = heartbeat_seconds(SHORT_SECONDS)
+            self._tick_seconds = TICK_SECONDS
         self._token = secrets.token_hex(8)
         self._members = [_Member(host) for host in hosts]
         self._by_link: dict[NodeLink, _Member] = {}
@@ -183,7 +201,7 @@ class _Head:
             self._turn()
             pending = [m for m in self._members if m.state in ("away", "connecting", "preparing")]
             is_first = self._generation == 0
-            if is_first and any(m.state == "lost" for m in self._members):
+            if is_first and any(m.state == "lost" and not m.host.is_spare for m in self._members):
                 if not self._is_elastic():
                     return []
             if is_first and pending:
@@ -204,6 +222,9 @@ class _Head:
     def _chosen(self) -> list[tuple[_Member, int]]:
         ready = {m.host.name: m for m in self._members if m.state == "ready"}
         hosts = [m.host for m in ready.values()]
+        if self._job.recovers:
+            picked = hosts_in_place(hosts, [m.host for m in self._members])
+            return [(ready[host.name], ranks) for host, ranks in picked]
         picked = choose_hosts(hosts, len(self._members), self._restarts)
         return [(ready[host.name], ranks) for host, ranks in picked]
 
@@ -218,41 +239,21 @@ class _Head:
         """Send the orders, and run the loop until the last node process reports its end."""
         start = self._start = _Start(members=[member for member, _ in chosen])
         self._lost = []
-        ranks = sum(count for _, count in chosen)
         if self._generation:
+            ranks = sum(count for _, count in chosen)
             hosts = f"{len(chosen)} host(s), {ranks} ranks"
             self._say(f"starting every rank again (number {self._generation}) on {hosts}")
-        first = chosen[0][0]
-        orders = make_orders(
-            self._job,
-            [(member.host, count) for member, count in chosen],
-            self._remote,
-            Rendezvous(
-                kind="static",
-                endpoint=_endpoint(self._remote, first, is_alone=len(chosen) == 1),
-                run_id=f"{self._token}.{self._generation}",
-            ),
-        )
-        first_rank, key = 0, new_key()
-        for (member, count), order in zip(chosen, orders, strict=True):
-            member.state, member.is_stopping = "running", False
-            member.ranks = tuple(range(first_rank, first_rank + count))
-            first_rank += count
-            order = replace(
-                order,
-                generation=self._generation,
-                max_restarts=self._restarts.max_restarts,
-                heartbeat_seconds=self._limit_seconds,
-                key=key,
-            )
-            assert member.link is not None
-            member.link.send("run", order=order.as_dict())
+        self._send_orders(start, chosen)
         num_requests = 0
         while any(member.state == "running" for member in start.members):
             self._turn()
             if self._stop.signum and num_requests < 1 + self._stop.is_urgent:
                 num_requests += 1
+                if start.deciding is not None:
+                    start.deciding.decider.asked_to_end()
                 self._stop_ranks(self._stop.signum, again=num_requests > 1)
+            elif start.deciding is not None:
+                self._decide(start.deciding, start)
             elif (start.failures or start.lost or start.errors) and not num_requests:
                 self._stop_ranks(signal.SIGTERM, is_for_peer=True)
             elif self._can_add_hosts(start):
@@ -260,7 +261,92 @@ class _Head:
                 self._say("more hosts are available: the ranks save if they can, and start again")
                 self._stop_ranks(signal.SIGTERM)
         self._start = None
+        if start.deciding is not None:
+            start.failures = start.deciding.counted(start.failures)
         return start
+
+    # -- recovery -----------------------------------------------------------------------------------------
+
+    def _decide_from_now(self, start: _Start, counts: Sequence[int], key: str) -> str:
+        """Serve the store of generations. Returns its endpoint. Raises UsageError: hosts do not reach it."""
+        from .deciding import Deciding, head_address
+
+        members = start.members
+        seen = {m.host.name: m.head_address for m in members if m.state == "ready"}
+        address = head_address(seen, self._remote.master_addr)
+        endpoint = join_endpoint(address, self._remote.master_port or 0)
+        hosts, num_spares = [m.host for m in members], self._job.num_spares
+        start.deciding = Deciding(hosts, counts, num_spares, endpoint, key)
+        for member, place in zip(members, start.deciding.decider.places, strict=True):
+            place.is_there = member.state == "ready"
+        return start.deciding.endpoint
+
+    def _take_back(self, deciding: Deciding, start: _Start) -> None:
+        """Let hosts that are reached again have processes that wait for a place."""
+        decider = deciding.decider
+        if deciding.is_finished or decider.is_ending or self._stop.signum:
+            return
+        for number, (member, place) in enumerate(zip(start.members, decider.places, strict=True)):
+            if member.state == "ready" and not place.is_there:
+                assert start.order is not None
+                _send_order(member, spare_order(start.order, member.host))
+                decider.host_came(number)
+
+    def _decide(self, deciding: Deciding, start: _Start) -> None:
+        """Do what is decided about ranks and hosts."""
+        from ...recovery.decider import Fill, Kill, Tell
+
+        decider = deciding.decider
+        self._take_back(deciding, start)
+        for command in deciding.look():
+            if isinstance(command, Tell):
+                self._say(command.text)
+            elif isinstance(command, Fill | Kill):
+                link, words = start.members[command.host].link, vars(command)
+                if link is not None:
+                    link.send("fill" if isinstance(command, Fill) else "kill", **words)
+            else:
+                self._stop_ranks(signal.SIGTERM, is_for_peer=True)
+        if start.errors and not decider.is_ending:
+            self._stop_ranks(signal.SIGTERM, is_for_peer=True)
+        if decider.is_done and not deciding.is_finished:
+            deciding.is_finished = True
+            for member in start.members:
+                if member.state == "running" and member.link is not None:
+                    member.link.send("finish")
+
+    def _send_orders(self, start: _Start, chosen: Sequence[tuple[_Member, int]]) -> None:
+        """Start the ranks, and with recovery the processes that wait on spare hosts."""
+        key, remote = new_key(), self._remote
+        if self._job.recovers:
+            start.members += [m for m in self._members if m not in start.members]
+            endpoint = self._decide_from_now(start, [count for _, count in chosen], key)
+            num_spare = sum(member.state == "ready" for member in start.members[len(chosen) :])
+            environment = {**remote.environment, "XDS_SPARE_HOSTS": str(num_spare)}
+            remote = replace(remote, environment=environment)
+        else:
+            endpoint = _endpoint(remote, chosen[0][0], is_alone=len(chosen) == 1)
+        rendezvous = Rendezvous(
+            kind="static", endpoint=endpoint, run_id=f"{self._token}.{self._generation}"
+        )
+        counts = [(member.host, count) for member, count in chosen]
+        orders = make_orders(self._job, counts, remote, rendezvous)
+        first_rank = 0
+        for (member, count), order in zip(chosen, orders, strict=True):
+            member.ranks = tuple(range(first_rank, first_rank + count))
+            first_rank += count
+            start.order = replace(
+                order,
+                generation=self._generation,
+                max_restarts=self._restarts.max_restarts,
+                heartbeat_seconds=self._limit_seconds,
+                key=key,
+            )
+            _send_order(member, start.order)
+        assert start.order is not None
+        for member in start.members[len(chosen) :]:
+            if member.state == "ready":
+                _send_order(member, spare_order(start.order, member.host))
 
     def _can_add_hosts(self, start: _Start) -> bool:
         if start.is_growing or self._stop.signum or not self._is_elastic():
@@ -284,7 +370,7 @@ class _Head:
 
     def _turn(self) -> None:
         """Read every stream once, and do the periodic work that is due."""
-        for key, _ in self._selector.select(_TICK_SECONDS):
+        for key, _ in self._selector.select(self._tick_seconds):
             link: NodeLink = key.data
             member = self._by_link.get(link)
             for message in link.read(key.fd):
@@ -334,7 +420,7 @@ class _Head:
     def _generation_can_use(self, member: _Member) -> bool:
         """Whether to reconnect to a lost host: only if a later start can use it."""
         has_begun = self._start is not None or self._generation > 0
-        return has_begun and self._restarts.max_restarts > 0
+        return has_begun and (self._restarts.max_restarts > 0 or self._job.recovers)
 
     def _look_for_silence(self, now: float) -> None:
         for link, member in list(self._by_link.items()):
@@ -352,6 +438,7 @@ class _Head:
         elif kind == "hello" and member.state in ("connecting", "preparing"):
             member.state = "ready"
             member.address, member.port = message["address"], message["port"]
+            member.head_address = message["head"]
             member.ahead_seconds = message["now"] - time.time()
         elif start is None or member not in start.members:
             return
@@ -359,6 +446,9 @@ class _Head:
             if not self._stop.signum and not start.is_growing:
                 member.is_stopping = True  # the host stops its own ranks
                 self._stop_ranks(signal.SIGTERM, is_for_peer=True)
+        elif kind in ("rank_ended", "ranks_stopped"):
+            if start.deciding is not None and message["generation"] == self._generation:
+                start.deciding.take(start.members.index(member), message)
         elif kind == "ended" and message["generation"] == self._generation:
             member.state, member.port = "ready", message["port"]
             start.was_stopped_on_host |= message["was_stopped_here"]
@@ -385,12 +475,28 @@ class _Head:
             was_reached=was_reached,
             ranks=member.ranks if member.state == "running" else (),
         )
-        self._lost.append(lost)
-        if self._start is not None and member.state == "running":
-            self._start.lost.append(lost)
+        start = self._start
+        if start is not None and start.deciding is not None:
+            self._lose_host(start.deciding, start, member, lost, why)
+        else:
+            self._lost.append(lost)
+            if start is not None and member.state == "running":
+                start.lost.append(lost)
         self._by_link.pop(link, None)
         member.state, member.link = "lost", None
         member.next_attempt = time.monotonic() + _RETRY_SECONDS
+
+    def _lose_host(
+        self, deciding: Deciding, start: _Start, member: _Member, lost: LostHost, why: str
+    ) -> None:
+        """Go on without a host, or end the run."""
+        decider, number = deciding.decider, start.members.index(member)
+        if not decider.places[number].is_there:  # it could not be reached again
+            return
+        was_ending = decider.is_ending
+        decider.host_lost(number, why)
+        if decider.is_ending and not was_ending:
+            start.lost.append(lost)
 
     def _leave(self) -> None:
         """End every node process."""
@@ -408,6 +514,12 @@ class _Head:
 
     def _say(self, text: str) -> None:
         write_stderr(f"xds: {text}\n", self._stop.is_requested)
+
+
+def _send_order(member: _Member, order: Order) -> None:
+    member.state, member.is_stopping = "running", False
+    assert member.link is not None
+    member.link.send("run", order=order.as_dict())
 
 
 def _endpoint(remote: Remote, first: _Member, *, is_alone: bool) -> str:

@@ -12,6 +12,9 @@ timeout, closes its end of a stream, or sends "quit", all ranks here are stopped
     failed   the first rank here has failed               stops the ranks of the other hosts
     ended    all ranks here have ended: the results       reports, or sends the next order
     beat     heartbeat
+
+    with recovery:
+    rank_ended, ranks_stopped    what happened here       decides: "fill" a place, "kill" ranks, "finish"
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ from functools import partial
 from typing import Any, BinaryIO, final
 
 from ...ops.device import show_only
+from ...recovery.decider import Fill, Kill
 from ...utils.errors import XdsError
 from ...utils.messages import write_whole
 from ..job import Order
@@ -39,6 +43,7 @@ from ..ranks.rank_zero import RankZero
 from ..ranks.run_folder import RunFolder, run_folder
 from ..ranks.stop import Stop, stop_signals
 from ..ranks.supervise import Outcome, import_torch, supervise
+from ..ranks.units import Ended, Finish, HeadLine
 from .messages import HEARTBEATS_PER_TIMEOUT, PART_BYTES, frame, unpack_order
 
 _DEFAULT_HEARTBEAT_SECONDS = 2.0
@@ -116,10 +121,12 @@ def _start_heartbeat(writer: HeadWriter, heartbeat_seconds: float, stop: Stop) -
     threading.Thread(target=_send_heartbeats, args=(writer, seconds, stop), daemon=True).start()
 
 
-def _own_address() -> str:
-    """The address by which the head reached this host, or else its name."""
+def _addresses() -> dict[str, str]:
+    """By which the head reached this host, or else its name; and the head's own, "" if it is not known."""
     arguments = os.environ.get("SSH_CONNECTION", "").split()
-    return arguments[2] if len(arguments) == 4 else socket.gethostname()
+    if len(arguments) != 4:
+        return {"address": socket.gethostname(), "head": ""}
+    return {"address": arguments[2], "head": arguments[0]}
 
 
 # -- orders ---------------------------------------------------------------------------------------------
@@ -135,10 +142,10 @@ class _Node:
         self._folder: RunFolder | None = None
         self.outcome = Outcome()
 
-    def run(self, order: Order, stop: Stop) -> None:
-        """Run the ranks of one order, and report how they ended."""
+    def run(self, order: Order, stop: Stop, line: HeadLine | None = None) -> None:
+        """Run the ranks of one order, and report how they ended. line: for one with recovery."""
         try:
-            outcome = self._run(order, stop)
+            outcome = self._run(order, stop, line)
         except (XdsError, OSError) as error:
             outcome = Outcome(error=str(error))
         self._writer.send(
@@ -152,7 +159,7 @@ class _Node:
         )
         self.outcome = outcome
 
-    def _run(self, order: Order, stop: Stop) -> Outcome:
+    def _run(self, order: Order, stop: Stop, line: HeadLine | None) -> Outcome:
         os.environ.update(order.environment)
         if order.devices is not None:
             show_only(order.devices)
@@ -163,9 +170,22 @@ class _Node:
         folder = self._folder
         with RankZero(folder.path, folder.log(0), self._writer.write, stop.is_requested) as tee:
             failed = partial(self._writer.send, "failed", generation=order.generation)
-            outcome = supervise(order, folder, stop, tee.environment, failed)
+            if line is None:
+                outcome = supervise(order, folder, stop, tee.environment, failed)
+            else:
+                telling = threading.Thread(target=self._tell, args=(order, line), daemon=True)
+                telling.start()
+                outcome = supervise(order, folder, stop, tee.environment, line=line)
+                telling.join(_DRAIN_SECONDS)
             tee.drain(_DRAIN_SECONDS, stop.is_requested)
         return outcome
+
+    def _tell(self, order: Order, line: HeadLine) -> None:
+        """Send what happens to ranks, until they have all ended."""
+        with contextlib.suppress(OSError):  # the head is lost
+            while (event := line.events.get()) is not None:
+                kind = "rank_ended" if isinstance(event, Ended) else "ranks_stopped"
+                self._writer.send(kind, generation=order.generation, **vars(event))
 
     def leave(self) -> None:
         """Clean up the run folder."""
@@ -181,7 +201,7 @@ def _run_order_in_arguments(arguments: list[str], stop: Stop) -> int:
     token, order = unpack_order(arguments[1], index, None if has_index else os.environ)
     writer = HeadWriter(token, order.host)
     _start_heartbeat(writer, order.heartbeat_seconds, stop)
-    writer.send("hello", pid=os.getpid(), address=_own_address(), port=0)
+    writer.send("hello", pid=os.getpid(), port=0, **_addresses())
     node = _Node(writer, stop)
     node.run(order, stop)
     node.leave()
@@ -203,7 +223,7 @@ def _serve(stop: Stop) -> int:
     import_torch()
     reader = _HeadReader(stream, stop, first["heartbeat_seconds"])
     _start_heartbeat(writer, first["heartbeat_seconds"], stop)
-    writer.send("hello", pid=os.getpid(), address=_own_address(), port=free_port())
+    writer.send("hello", pid=os.getpid(), port=free_port(), **_addresses())
     reader.start()
     node = _Node(writer, stop)
     try:
@@ -233,7 +253,8 @@ class _HeadReader(threading.Thread):
 
     def __init__(self, stream: BinaryIO, stop: Stop, heartbeat_seconds: float) -> None:
         super().__init__(name="xds-ears", daemon=True)
-        self.orders: queue.Queue[tuple[Order, Stop] | None] = queue.Queue()
+        self.orders: queue.Queue[tuple[Order, Stop, HeadLine | None] | None] = queue.Queue()
+        self._line: HeadLine | None = None  # of the order being run
         self._stream = stream
         self._process_stop = stop  # its follower is the stop of the order being run
         self._last_received = time.monotonic()
@@ -252,13 +273,16 @@ class _HeadReader(threading.Thread):
         if kind == "run":
             self._process_stop.follower = Stop()
             order = Order.from_dict(message["order"])
-            self.orders.put((order, self._process_stop.follower))
+            self._line = HeadLine() if order.job.recovers else None
+            self.orders.put((order, self._process_stop.follower, self._line))
         elif kind == "stop" and current is not None:
             current.request(message["signum"], is_for_peer=message["is_for_peer"])
         elif kind == "forward" and current is not None:
             current.forward(message["signum"])
         elif kind == "quit":
             self.orders.put(None)
+        elif kind in ("fill", "kill", "finish") and self._line is not None:
+            self._line.commands.put(_command(kind, message))
 
     def _watch_silence(self) -> None:
         while time.monotonic() - self._last_received < self._limit_seconds:
@@ -269,6 +293,12 @@ class _HeadReader(threading.Thread):
         """Stop the ranks and end this process."""
         self.orders.put(None)
         _stop_ranks(self._process_stop)
+
+
+def _command(kind: str, message: Mapping[str, Any]) -> Fill | Kill | Finish:
+    if kind == "fill":
+        return Fill(0, message["rank"], message["generation"], message["attempt"])
+    return Kill(0, tuple(message["ranks"])) if kind == "kill" else Finish()
 
 
 if __name__ == "__main__":

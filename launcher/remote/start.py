@@ -22,6 +22,7 @@ _MAX_HOSTS_NAMED = 8
 
 def check_hosts(hosts: Sequence[Host], restarts: Restarts) -> None:
     """Raise a UsageError if no start is possible, even with all hosts."""
+    hosts = [host for host in hosts if not host.is_spare]
     if not choose_hosts(hosts, len(hosts), restarts):
         raise UsageError(_unfit(hosts, restarts))
 
@@ -68,11 +69,36 @@ def choose_hosts(
     return chosen if len(chosen) >= (restarts.min_nodes or 1) else []
 
 
-def heartbeat_seconds() -> float:
-    """The timeout for messages between head and node: XDS_HEARTBEAT_SECONDS, or six seconds."""
+def hosts_in_place(ready: Sequence[Host], every: Sequence[Host]) -> list[tuple[Host, int]]:
+    """(host, number of ranks) where spare hosts stand for those that are away; empty if there are too few.
+
+    Args:
+        ready: hosts that answer. every: of the hostfile, spare ones as well.
+
+    >>> a, b, c = Host("a", (0, 1)), Host("b", (0,)), Host("c", (0, 1, 2), is_spare=True)
+    >>> [(host.name, ranks) for host, ranks in hosts_in_place([b, c], [a, b, c])]
+    [('c', 2), ('b', 1)]
+    """
+    spares = [host for host in ready if host.is_spare]
+    chosen = []
+    for wanted in every:
+        if wanted.is_spare:
+            continue
+        count = len(wanted.slots)
+        fits = [one for one in spares if len(one.slots) >= count and one.site == wanted.site]
+        if wanted not in ready and not fits:
+            return []
+        host = wanted if wanted in ready else fits[0]
+        chosen.append((host, count))
+        spares = [one for one in spares if one is not host]
+    return chosen
+
+
+def heartbeat_seconds(default_seconds: float = HEARTBEAT_SECONDS) -> float:
+    """The timeout for messages between head and node: XDS_HEARTBEAT_SECONDS, or the default."""
     text = os.environ.get("XDS_HEARTBEAT_SECONDS", "")
     try:
-        seconds = float(text) if text else HEARTBEAT_SECONDS
+        seconds = float(text) if text else default_seconds
     except ValueError:
         seconds = 0.0
     if not 0.5 <= seconds <= 3600:
@@ -133,6 +159,7 @@ def make_orders(
 ) -> list[Order]:
     """The orders of all hosts, sorted by rank."""
     orders = []
+    in_places = tuple(count for _, count in counts) if job.recovers else ()
     for number, (host, num_ranks) in enumerate(counts):
         meeting = replace(
             rendezvous, min_nodes=len(counts), max_nodes=len(counts), node_rank=number
@@ -146,9 +173,21 @@ def make_orders(
                 environment=dict(remote.environment),
                 folder=remote.folder,
                 host=host.name,
+                counts=in_places,
             )
         )
     return orders
+
+
+def spare_order(order: Order, host: Host) -> Order:
+    """That of a host without ranks, which may take the place of another one. order: of any host."""
+    return replace(
+        order,
+        rendezvous=replace(order.rendezvous, node_rank=None),
+        num_ranks=len(host.slots),
+        devices=None if order.devices is None else host.slots,
+        host=host.name,
+    )
 
 
 def final_report(

@@ -17,6 +17,7 @@ SIZES = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
 STEPS = int(os.environ.get("STEPS", "12"))
 OPTIMIZER = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
 OPTIMIZER = json.loads(os.environ.get("OPTIMIZER", json.dumps(OPTIMIZER)))
+PAUSE = float(os.environ.get("PAUSE", "0"))  # seconds of each step
 WAITS, SHARD = "WAITS" in os.environ, int(os.environ.get("SHARD", "1"))
 
 
@@ -77,6 +78,9 @@ def main() -> None:
             engine.step()
             if engine.global_steps > before:
                 losses.append(engine._parts.means.loss)
+            if PAUSE:
+                (OUT / f"step{engine.global_steps}").touch()
+                time.sleep(PAUSE)
             if WAITS and 3 < engine.global_steps < 55 and engine.world_size < 3:
                 time.sleep(0.25)  # a new process has to take part before the end
             if engine.global_steps == STEPS:

@@ -1,0 +1,168 @@
+"""Hosts of a run are lost, cut off or come back: namespaces with an sshd each, and one xds at the head."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import on_busy_machines
+from real_hosts import Hosts, why_not
+from test_recovery import plain
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(why_not()), reason=why_not() or "hosts can be made"),
+]
+SCRIPT = Path(__file__).with_name("training.py")
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Hosts]:
+    with Hosts(3) as made:
+        yield made
+
+
+@pytest.fixture
+def start(hosts: Hosts, tmp_path: Path) -> Iterator[Start]:
+    """A function that starts the script on hosts with so many slots. In the end nothing is left on them."""
+    begun = []
+
+    def begin(
+        slots: Sequence[int], *, spare: str = "", script: Path = SCRIPT, **environ: Any
+    ) -> subprocess.Popen[str]:
+        file = hosts.hostfile(slots, hosts.names[: len(slots)], file=tmp_path.name)
+        lines = file.read_text().splitlines()
+        file.write_text(
+            "".join(f"{x} spare\n" if x.startswith(spare or "-") else f"{x}\n" for x in lines)
+        )
+        environ = {"OUT": tmp_path, "DEATHS": "{}", "OMP_NUM_THREADS": 1, **environ}
+        lines = [f"{key}={value}\n" for key, value in environ.items()]
+        (tmp_path / ".xds_env").write_text("".join(lines))
+        words = [sys.executable, "-m", "xds.launcher.cli", "--recover", "--hostfile", str(file)]
+        pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+        more = {"PYTHONSAFEPATH": ""}
+        begun.append(hosts.popen([*words, str(script)], more, cwd=tmp_path, **pipes))
+        return begun[-1]
+
+    yield begin
+    for process in begun:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    hosts.wait_until_empty(on_busy_machines(30))
+    left = [file for name in hosts.names for file in hosts.left_files(name)]
+    assert [file for file in left if "xds-states" in file] == []
+
+
+def ended(process: "subprocess.Popen[str]") -> str:
+    _, err = process.communicate(timeout=on_busy_machines(120))
+    assert process.returncode == 0, err
+    return err
+
+
+def wait_for(holds: Callable[[], Any], process: "subprocess.Popen[str]") -> None:
+    deadline = time.monotonic() + on_busy_machines(90)
+    while not holds():
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline, "it takes too long"
+        time.sleep(0.02)
+
+
+def kill(hosts: Hosts, name: str) -> None:
+    """All processes of a host end at once."""
+    for pid in hosts.processes(name):
+        os.kill(pid, signal.SIGKILL)
+
+
+def check(folder: Path, ranks: Sequence[int], steps: int, num_units: int) -> None:
+    """The ranks that are left have the losses, values and samples of a run without a failure."""
+    losses, values = plain(steps, num_units)
+    for rank, unit in enumerate(ranks):
+        found = json.loads((folder / f"unit{unit}.json").read_text())
+        torch.testing.assert_close(torch.tensor(found["values"]), values, rtol=1e-4, atol=1e-5)
+        assert found["losses"] == pytest.approx(losses, rel=1e-4)
+        assert found["samples"] == steps * 4 * num_units
+        assert found["ranks"] == [rank, len(ranks)]
+
+
+@pytest.mark.parametrize("how", ["killed", "cut"])
+def test_the_other_hosts_go_on_in_one_generation(
+    hosts: Hosts, start: Start, tmp_path: Path, how: str
+) -> None:
+    process = start([1, 2], PAUSE=0.05, STEPS=30)
+    wait_for((tmp_path / "step8").exists, process)
+    if how == "killed":
+        kill(hosts, "host1")
+    else:
+        hosts.cut("host1")
+    try:
+        err = ended(process)
+        hosts.wait_until_empty(on_busy_machines(30), ["host1"])  # though nobody reaches it
+    finally:
+        hosts.mend("host1")
+    why = "the connection ended" if how == "killed" else "no message for 2 s"
+    assert f"xds: host host1 was lost ({why}); ranks 0 go on (generation 1)" in err
+    assert "generation 2" not in err
+    check(tmp_path, [0], 30, 3)
+
+
+def test_a_spare_host_takes_the_ranks_of_the_first_one(
+    hosts: Hosts, start: Start, tmp_path: Path
+) -> None:
+    process = start([2, 1, 2], spare="host2", WAITS=1, STEPS=60, PAUSE=0.01)
+    wait_for((tmp_path / "step4").exists, process)
+    kill(hosts, "host0")
+    err = ended(process)
+    assert "xds: host host0 was lost (the connection ended); ranks 2 go on (generation 1)" in err
+    assert "rank 0 is there again" in err and "rank 1 is there again" in err
+    check(tmp_path, [0, 1, 2], 60, 3)
+    logs = list(hosts.cache("host2").glob("xds/runs/*/rank1.log"))
+    assert logs, "rank 1 is on host2"
+
+
+def test_a_host_that_was_cut_off_is_refused_by_name(
+    hosts: Hosts, start: Start, tmp_path: Path
+) -> None:
+    """Its node part is stopped, so that it does not end its rank."""
+    process = start([2, 1], PAUSE=0.1, STEPS=200)
+    wait_for((tmp_path / "step8").exists, process)
+    (node,) = (pid for pid, words in hosts.processes("host1").items() if "remote.node" in words)
+    os.kill(node, signal.SIGSTOP)
+    hosts.cut("host1")
+    try:
+        wait_for((tmp_path / "step20").exists, process)
+    finally:
+        hosts.mend("host1")
+
+    def log() -> str:
+        found = hosts.cache("host1").glob("xds/runs/*/rank2.log")
+        return "".join(path.read_text() for path in found)
+
+    refused = (
+        "rank 2 is not in generation 1 of this run, because it did not answer (host host1 was lost"
+    )
+    wait_for(lambda: refused in log(), process)
+    os.kill(node, signal.SIGCONT)  # it finds that nobody has spoken to it
+    wait_for(lambda: node not in hosts.processes("host1"), process)
+    err = ended(process)
+    assert "xds: host host1 is there again" in err and "rank 2 is there again (generation 2)" in err
+    check(tmp_path, [0, 1, 2], 200, 3)
+
+
+def test_a_run_needs_as_many_spare_hosts_as_its_config_says(
+    hosts: Hosts, start: Start, tmp_path: Path
+) -> None:
+    script = tmp_path / "changed.py"
+    text = SCRIPT.read_text().replace('"enabled": True', '"enabled": True, "spare_hosts": 2')
+    script.write_text(text)
+    process = start([1, 1, 1], spare="host2", script=script)
+    _, err = process.communicate(timeout=on_busy_machines(120))
+    assert process.returncode == 1
+    assert "recovery.spare_hosts = 2: the launcher reaches 1; write `spare` after the slots" in err
