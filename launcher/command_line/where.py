@@ -294,10 +294,11 @@ def _allocated(environ: Mapping[str, str]) -> list[Host]:
 def _on_hosts(
     args: ParsedArgs, hosts: Sequence[Host], launcher: str, environ: Mapping[str, str]
 ) -> Hosts:
-    from ..remote.backends import PerHost, backend_named
+    from ..remote.backends import BACKENDS, PerHost, backend_named
 
-    backend = backend_named(launcher)  # raises an error for an unknown one
-    if args.has("recover") and not isinstance(backend, PerHost):
+    if launcher not in BACKENDS:
+        backend_named(launcher)  # raises the error
+    if args.has("recover") and not isinstance(BACKENDS[launcher], PerHost):
         raise UsageError(
             f"--recover with --launcher {launcher}: it takes no orders after the start, so no place of a lost "
             "rank could be filled; use --launcher ssh with a hostfile"

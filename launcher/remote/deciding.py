@@ -22,10 +22,15 @@ from ..job import Host
 from ..ranks.failure import Failure
 from ..ranks.network import join_endpoint
 from ..ranks.rendezvous_store import serve_at
-from ..ranks.units import Ended, Stopped, tell_decider
+from ..ranks.units import (
+    LOOK_FOR_NEW_SECONDS,
+    LOOK_SECONDS,
+    Ended,
+    Stopped,
+    tell_decider,
+)
 
 HEARTBEAT_SECONDS = 1.5  # a host without messages for so long is lost
-TICK_SECONDS = 0.05
 
 
 @final
@@ -56,6 +61,11 @@ class Deciding:
         self.decider = Decider(lighthouse, places, num_spares)
         self.is_finished = False  # the hosts know that all ranks have ended
         self._looked_seconds = time.monotonic()
+
+    @property
+    def tick_seconds(self) -> float:
+        """Between two looks at what ranks have said."""
+        return LOOK_FOR_NEW_SECONDS if self.decider.is_waiting else LOOK_SECONDS
 
     def take(self, host: int, message: Mapping[str, Any]) -> None:
         """A message of a host."""
@@ -111,4 +121,4 @@ def _served(endpoint: str) -> tuple[str, Any]:
     return join_endpoint(store.host, store.port), store
 
 
-__all__ = ["HEARTBEAT_SECONDS", "TICK_SECONDS", "Deciding", "head_address"]
+__all__ = ["HEARTBEAT_SECONDS", "Deciding", "head_address"]

@@ -145,14 +145,11 @@ class _Head:
         self._restarts, self._stop = restarts, stop
         self._write = own_streams(stop)
         self._limit_seconds = heartbeat_seconds(HEARTBEAT_SECONDS)
-        self._tick_seconds = _TICK_SECONDS
         if job.recovers:
             import_torch()  # before hosts wait for messages: it may take long
             from .deciding import HEARTBEAT_SECONDS as SHORT_SECONDS
-            from .deciding import TICK_SECONDS
 
             self._limit_seconds = heartbeat_seconds(SHORT_SECONDS)
-            self._tick_seconds = TICK_SECONDS
         self._token = secrets.token_hex(8)
         self._members = [_Member(host) for host in hosts]
         self._by_link: dict[NodeLink, _Member] = {}
@@ -370,7 +367,9 @@ class _Head:
 
     def _turn(self) -> None:
         """Read every stream once, and do the periodic work that is due."""
-        for key, _ in self._selector.select(self._tick_seconds):
+        deciding = None if self._start is None else self._start.deciding
+        tick_seconds = _TICK_SECONDS if deciding is None else deciding.tick_seconds
+        for key, _ in self._selector.select(tick_seconds):
             link: NodeLink = key.data
             member = self._by_link.get(link)
             for message in link.read(key.fd):

@@ -30,6 +30,7 @@ def test_hostfiles(tmp_path):
         "10.0.0.1 slots=4 max_slots=8": [host("10.0.0.1", 4)],
         "$(reboot);'x\"&| slots=1": [host("$(reboot);'x\"&|", 1)],
         "größe slots=1": [host("größe", 1)],
+        "a slots=1 spare": [Host("a", (0,), is_spare=True)],
     }.items():
         (tmp_path / "hosts").write_bytes(text.encode())
         assert read_hostfile(tmp_path / "hosts") == hosts
@@ -41,6 +42,13 @@ def test_hosts_of_a_site_are_next_to_each_other(tmp_path):
     found = by_site(read_hostfile(file))
     assert [(each.name, each.site) for each in found] == [("a", "x"), ("c", "x"), ("b", "y")]
     assert by_site(THREE) == THREE
+    file.write_text("a slots=2 site=x\nb slots=2 site=y\nc slots=1 spare site=x\n")
+    found_spare = by_site(read_hostfile(file))
+    assert [(each.name, each.is_spare) for each in found_spare] == [
+        ("a", False),
+        ("c", True),
+        ("b", False),
+    ]
     with pytest.raises(
         UsageError, match="unequal numbers of slots \\('x' 2, 'y' 4\\); give each as many"
     ):
@@ -54,7 +62,8 @@ WRONG_LINES = {
     "a 4": "'4': needs `slots=N`",
     "a slot=4": "'slot=4': needs `slots=N`",
     "a slots=4 gpus=2": "'gpus=2': unexpected after slots=",
-    "a slots=4 site=": "'site=': unexpected after slots=, where one site=NAME may stand",
+    "a slots=4 site=": "unexpected after slots=, where one site=NAME and the word spare may stand",
+    "a slots=4 spare spare": "'spare': unexpected after slots=",
     "a slots=4 site=x site=y": "'site=y': unexpected after slots=",
     "a slots=": "slots=: must be a number from 1",
     "a slots=0": "slots=0: must be a number from 1 to 4096; to skip a host",

@@ -45,6 +45,7 @@ def folder(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     Path("hosts").write_text("worker-0 slots=4\nworker-1 slots=2\nworker-2 slots=4\n")
     Path("here").write_text("localhost slots=3\n")
+    Path("spare").write_text("worker-0 slots=4\nworker-1 slots=2 spare\n")
     return tmp_path
 
 
@@ -265,6 +266,12 @@ def test_hosts_of_a_hostfile():
     assert (remote.master_addr, remote.master_port) == ("", None)
 
 
+def test_hosts_of_a_run_with_recovery():
+    found = where("-H spare --recover --spares 2")
+    assert [host.is_spare for host in found.hosts] == [False, True]
+    assert found.job.recovers and found.job.num_spares == 2 and found.launcher == "ssh"
+
+
 def test_which_hosts_and_further_words_for_them():
     names = ["worker-0", "worker-1", "worker-2"]
     for line, expected in (
@@ -340,6 +347,11 @@ IMPOSSIBLE = """
 --rdzv-backend c10d --rdzv-endpoint a:99999 | the port must be a number up to 65535
 --rdzv-backend c10d --rdzv-endpoint a:b | must be HOST:PORT
 --rdzv-backend c10d --rdzv-conf a | must be KEY=VALUE
+-H hosts --recover --launcher openmpi | --launcher openmpi: it takes no orders after the start
+-H hosts --recover --elastic-training | --recover and --elastic-training cannot be combined
+-H hosts --recover --node-rank 1 | cannot be combined
+-H spare | host worker-1 is marked `spare`, which needs --recover
+-H spare --recover --include worker-1 | all hosts are marked `spare`
 """
 
 

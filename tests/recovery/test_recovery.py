@@ -502,7 +502,6 @@ def test_ranks_that_open_groups_do_not_wait_for_one_that_fails_meanwhile() -> No
     ("more", "named"),
     [
         ({"recovery": {"copies": 2}}, "recovery.copies = 2: must be 1"),
-        ({"recovery": {"spare_hosts": 1}}, "recovery.spare_hosts = 1: must be 0"),
         (
             {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
             'offload_param = "a host": does not work with recovery.enabled',
