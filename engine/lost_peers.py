@@ -20,7 +20,7 @@ _LOOK_SECONDS = 0.1
 
 
 @final
-class FencedStore(dist.Store):
+class FencedStore(dist.Store):  # type: ignore[name-defined,misc]
     """The store of the groups of a generation. A wait in it fails as soon as a newer generation is there.
 
     So ranks that open groups do not wait for one that has failed meanwhile.

@@ -23,7 +23,7 @@ from torch.utils.data import TensorDataset
 import xds
 from xds.engine.data.loaders import build_loader
 from xds.engine.data.step_sampler import step_loader
-from xds.engine.recovering import _Fence
+from xds.engine.lost_peers import FencedStore
 from xds.launcher.reporting.records import read_run
 from xds.ops.mesh import Mesh
 from xds.ops.watch.store import Store
@@ -487,7 +487,7 @@ def test_ranks_that_open_groups_do_not_wait_for_one_that_fails_meanwhile() -> No
     lighthouse.units = [(0,), (1,)]
     meeting = Meeting(store, "recovery", 0, lighthouse.units)
     generation = lighthouse.lose([], "rank 1 is there again")
-    fence = _Fence(store, meeting, generation)
+    fence = FencedStore(store, meeting, generation)
     later = threading.Timer(0.2, lighthouse.lose, ([1], "rank 1 was ended by SIGKILL"))
     later.start()
     with pytest.raises(RuntimeError, match="a newer generation has replaced it"):
