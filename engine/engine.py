@@ -228,9 +228,10 @@ class Engine:
                 self.lr_scheduler, by_optimizer=by_optimizer
             ):
                 recovery.commit()
-                self._parts.outer.advance(
-                    self._step.means.weight if self._step.was_applied else 0.0
-                )
+                weight = self._step.means.weight
+                if weight is None:
+                    weight = self._counters.train_batch_size()
+                self._parts.outer.advance(weight if self._step.was_applied else 0.0)
                 for follower in self._parts.after_steps:
                     follower.advance(self.global_steps - self.skipped_steps)
                 self._parts.report.step(self)

@@ -16,7 +16,6 @@ import logging
 import os
 import threading
 import time
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -44,7 +43,6 @@ from ..outer.schedule import MeetingSchedule
 from ..recovery.generations import Generation, Presence
 from ..recovery.generations import Meeting as Generations
 from ..utils.errors import PeerError, UsageError, XdsError
-from ..utils.version import __version__
 from ..zero.core.reduction import StepStatus
 from .config.config import Config
 from .counters import Counters
@@ -77,10 +75,12 @@ class _Meeting:
     """A meeting that this group comes to.
 
     grads: the outer gradients, by fragment: of the next one, or of all if others have met without this group.
-    weights: of all fragments. last: the last meeting that it can come to; None: there is none. trial: how it
-    has gone; None: it goes on.
+    Until the meeting is held they are the parameters. weights: of all fragments. clock: the steps since the
+    last meeting. last: the last meeting that it can come to; None: there is none. trial: how it has gone;
+    None: it goes on. slow: the groups that came with less than half of the steps of others, and these steps.
     """
 
+    clock: int
     grads: dict[int, Tensor]
     weights: list[float]
     last: int | None
@@ -91,6 +91,7 @@ class _Meeting:
     trial: Try | None = None
     seconds: float = 0.0  # after the first try that was dropped
     taken: Any = None  # what the group with the newest outer parameters has told
+    slow: dict[int, str] = field(default_factory=dict)
     moved: dict[int, Tensor] = field(
         default_factory=dict
     )  # how outer parameters of other fragments changed
@@ -113,6 +114,7 @@ class _Found:
         # what came from another group: outer parameters and momentum, by fragment
         self.came: dict[int, tuple[Tensor, Tensor | None]] = {}
         self.told: Any = None
+        self.slow: dict[int, str] = {}
 
     def keep(self, fragments: Sequence[Fragment], optimizer: OuterSgd) -> dict[int, Tensor]:
         """The try counts. Returns how the outer parameters of the fragments that do not meet have changed."""
@@ -166,8 +168,6 @@ class LivingGroups(HeldStates):
         place = (number, self._rank, self._num_ranks)
         self._rounds = Rounds(messages, presence, patience, place, first)
         self._min_units = config.recovery.min_units
-        settings = json.dumps(config.as_dict(), sort_keys=True, default=str)
-        self._digest = zlib.crc32(f"{torch.__version__} {__version__} {settings}".encode())
         counted = Collectives(SingleRank(CPU))  # the bytes to all groups, whichever are there
         counted.traffic = Traffic(section.groups)
         self.opened = [counted]
@@ -176,6 +176,7 @@ class LivingGroups(HeldStates):
         self._next = 1  # the number of the next meeting
         self._version = NONE_YET  # the meeting that the outer parameters are of
         self._members: tuple[int, ...] = everyone.units  # of the last meeting
+        self._slow: set[int] = set()  # in the last meeting
         self._clock = 0  # steps since the last meeting
         self._now: _Meeting | None = None
         self._num_loads = 0
@@ -205,12 +206,7 @@ class LivingGroups(HeldStates):
             return
         everyone = Try(0, 0, self._members)
         column = self._open(everyone)
-        digests = column.meet.gather_small(torch.tensor([self._digest]), what="configs").view(-1)
-        if len(set(digests.tolist())) > 1:
-            raise UsageError(
-                "outer with recovery.enabled: groups have different configs, or versions of xds or torch: "
-                "start all of them with the same"
-            )
+        digest = self._check_alike(column.meet)
         for tensor in self._engine.module.buffers():
             _broadcast(column.meet, tensor, 0)
         for number, fragment in enumerate(self._fragments):
@@ -220,17 +216,18 @@ class LivingGroups(HeldStates):
             self._write(range(len(self._fragments)), mix=0.0)
         self._version = 0
         column.meet.barrier()
-        if not self.number and not self._rank:
-            self._store.set("digest", str(self._digest))
+        if not self.number:
+            self._store.set(f"digest/{self._rank}", digest)
         self._generations.announce(self._min_units, are_alone=True)
 
     def _join(self) -> None:
         """Take the place of a group that is lost."""
         assert self._joins is not None
-        if self._store.read("digest") != str(self._digest):
+        alone = Collectives(SingleRank(CPU))
+        if self._store.read(f"digest/{self._rank}") != self._check_alike(alone):
             raise UsageError(
-                f"group {self.number} cannot come back: its config, or its version of xds or torch, differs "
-                "from that of the groups that train; start the run again"
+                f"group {self.number} cannot come back: its section outer, its model, how it is divided, or "
+                "its version of xds or torch differs from that of other groups; start the run again"
             )
         if not self._rank:
             self._next = self._rounds.begin_anew()
@@ -278,22 +275,15 @@ class LivingGroups(HeldStates):
 
     def _start(self) -> None:
         """Come to the next meeting."""
-        is_new, grads = self._version == NONE_YET, {}
-        for number in self._meeting_next():
-            fragment = self._fragments[number]
-            grads[number] = fragment.outer[: fragment.numel] - self._read(number)
-            if not torch.isfinite(grads[number].sum()):
-                raise XdsError(
-                    f"the parameters of group {self.number} are not finite: load the last checkpoint, and "
-                    "lower the learning rate or set gradient_clipping"
-                )
+        is_new = self._version == NONE_YET
+        values = {number: self._read(number) for number in self._meeting_next()}
         weights = [fragment.weight for fragment in self._fragments]
         for fragment in self._fragments:
             fragment.weight = 0.0
-        self._clock = 0
-        last = None if is_new or len(grads) == len(self._fragments) else self._next
+        clock, self._clock = self._clock, 0
+        last = None if is_new or len(values) == len(self._fragments) else self._next
         buffers = [buffer.detach().to(CPU, copy=True) for buffer in self._engine.module.buffers()]
-        now = self._now = _Meeting(grads, weights, last, self._told(), buffers)
+        now = self._now = _Meeting(clock, values, weights, last, self._told(), buffers)
         if self._section.delay and not is_new:
             now.job = _threads.add(id(self), lambda: self._hold(now))
         else:
@@ -328,9 +318,9 @@ class LivingGroups(HeldStates):
         else:  # in the other fragments this group keeps what it has learned since it was there last
             moved = {number: self._read(number).add_(by) for number, by in now.moved.items()}
             self._set({met: self._mixed(met, mix)} | moved)
-        self._report(trial, now.seconds)
+        self._report(trial, now.slow, now.seconds)
 
-    def _report(self, trial: Try, seconds: float) -> None:
+    def _report(self, trial: Try, slow: dict[int, str], seconds: float) -> None:
         gone, back = changes(self._members, trial.groups)
         self._members = trial.groups
         groups, living = ", ".join(map(str, trial.groups)), self._presence.newest().units
@@ -341,6 +331,8 @@ class LivingGroups(HeldStates):
             for group in gone
         ]
         texts += [f"group {group} is there again" for group in back]
+        texts += [f"group {each} is slow ({slow[each]})" for each in sorted({*slow} - self._slow)]
+        self._slow = {*slow}
         for text in texts:
             reason = f"{text}: groups {groups} have held meeting {trial.number}"
             if not self._rank and self.number == trial.groups[0]:
@@ -353,6 +345,13 @@ class LivingGroups(HeldStates):
     def _hold(self, now: _Meeting) -> None:
         """Take part in the next meeting, as often as it is tried."""
         number, begun_seconds = self._next, 0.0
+        for which, grad in now.grads.items():
+            torch.sub(self._fragments[which].outer[: grad.numel()], grad, out=grad)
+            if not torch.isfinite(grad.sum()):
+                raise XdsError(
+                    f"the parameters of group {self.number} are not finite: load the last checkpoint, and "
+                    "lower the learning rate or set gradient_clipping"
+                )
         while True:
             trial = self._rounds.seek(number, now.last, is_new=self._version == NONE_YET)
             if not trial.groups:
@@ -362,7 +361,7 @@ class LivingGroups(HeldStates):
             if self._rounds.conclude(trial, is_done=found is not None):
                 assert found is not None
                 now.moved = found.keep(self._fragments, self._optimizer)
-                now.taken, now.trial = found.told, trial
+                now.taken, now.slow, now.trial = found.told, found.slow, trial
                 now.seconds = time.monotonic() - begun_seconds if begun_seconds else 0.0
                 return
             begun_seconds = begun_seconds or time.monotonic()
@@ -378,10 +377,10 @@ class LivingGroups(HeldStates):
             return None
 
     def _mean(self, trial: Try, now: _Meeting, meet: Collectives) -> _Found:
-        """Send 16 bytes, the mean, and what groups lack that have missed meetings."""
+        """Send 24 bytes, the mean, and what groups lack that have missed meetings."""
         number = self._schedule.fragment(trial.number)
         weight = now.weights[number]
-        mine = torch.tensor([weight, self._version], dtype=torch.float64)
+        mine = torch.tensor([weight, self._version, now.clock], dtype=torch.float64)
         table = meet.gather_small(mine, what="weights of groups")
         weights, versions = table[:, 0], table[:, 1].tolist()
         newest = max(versions)
@@ -391,6 +390,7 @@ class LivingGroups(HeldStates):
             )
         source = versions.index(newest)
         found = _Found(self._fragments[number], now.grads.get(number), len(trial.groups))
+        found.slow = _slow(trial.groups, versions, table[:, 2].tolist())
         for lacked in self._schedule.fragments_since(int(min(versions)), int(newest)):
             held, is_behind = self._fragments[lacked], self._version < newest
             outer, momentum = _sent(meet, held.outer, source), held.momentum
@@ -590,6 +590,19 @@ class CalledGroups(Recovery):
 def _connection() -> Any:
     host, _, port = os.environ[LIGHTHOUSE].rpartition(":")
     return dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False)  # type: ignore[attr-defined]
+
+
+def _slow(
+    groups: Sequence[int], versions: Sequence[float], clocks: Sequence[float]
+) -> dict[int, str]:
+    """The groups with less than half of the steps of another one, of those that were in the last meeting."""
+    here = [place for place in range(len(groups)) if versions[place] == max(versions)]
+    most = max(clocks[place] for place in here)
+    return {
+        groups[place]: f"{clocks[place]:.0f} steps, others {most:.0f}"
+        for place in here
+        if 2 * clocks[place] < most
+    }
 
 
 def _sent(meet: Collectives, tensor: Tensor, source: int) -> Tensor:

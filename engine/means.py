@@ -39,7 +39,9 @@ class StepMeans:
             refused_by: the setting with which losses cannot have weights; "": none.
         """
         self.loss = math.nan  # the mean of the last step
-        self.weight = 1.0  # of the last step, in items / UNIT and rank; 1 without weights
+        self.weight: float | None = (
+            None  # of the last step, in items / UNIT and rank; None: there was none
+        )
         self._refused_by = refused_by
         self._device, self._share = wide_place(device), share
         self._num_means = round(1 / share)  # of losses of the mean, at any number of ranks
@@ -167,7 +169,7 @@ class StepMeans:
         for weight, loss in messages:  # `sum` compensates rounding in some versions of Python
             self._total += weight
             losses += loss
-        self.weight = self._total if self._total >= 0 else 1.0
+        self.weight = self._total if self._total >= 0 else None
         divisor = self._total if self._total >= 0 else self._num_means
         self.loss = losses / divisor if divisor else 0.0
 

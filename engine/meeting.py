@@ -12,6 +12,8 @@ MiCS), each takes an equal part of them, and they exchange the results inside th
 
 from __future__ import annotations
 
+import json
+import zlib
 from abc import ABC
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..ops.comm.backend import state_of
+from ..ops.comm.collectives import Collectives
 from ..ops.comm.config import Communication
 from ..ops.comm.exchange import agreeing, all_gather_json
 from ..ops.comm.opening import open_collectives
@@ -33,8 +36,10 @@ from ..outer.fragment import DONE, Fragment, Job, Meeting, OuterSgd
 from ..outer.mean import EXACT_BITS, mean_of
 from ..outer.schedule import MeetingSchedule
 from ..utils.errors import UsageError
+from ..utils.version import __version__
 from ..zero.core.master import Master
 from .counters import Counters
+from .model.arguments import settings_of_groups
 from .parallel.outer_parts import OuterPart, outer_parts
 from .parts import OuterLoop, Parts
 from .process.process import num_sites, timeout_seconds
@@ -159,6 +164,33 @@ class HeldStates(OuterLoop, ABC):
         flats = (flat for unit in sharded.units for flat in unit.params)
         yield from (flat.shard for flat in flats if id(flat) not in trained)
 
+    def _check_alike(self, meet: Collectives) -> str:
+        """The digest of what groups must have alike. For all of them. meet: their equal ranks.
+
+        Raises UsageError: they have other sections outer, models, divisions of it, or versions.
+        """
+        places = [
+            [(slot.name, slot.shape) for slot in master.params.layout.slots]
+            + [master.params.layout.numel, start, part.numel, number]
+            for number, master, start, part in self._places()
+        ]
+        settings = settings_of_groups(self._engine.config)
+        mine = [[settings, str(torch.__version__), __version__], places]
+        digests = [zlib.crc32(json.dumps(each, sort_keys=True).encode()) for each in mine]
+        table = meet.gather_small(torch.tensor(digests), what="configs").tolist()
+        for group, found in enumerate(table):
+            if found[0] != table[0][0]:
+                raise UsageError(
+                    f"groups 0 and {group} have different configs, or versions of xds or torch: start all with "
+                    "the same; only batch sizes, accumulation and zero_optimization may differ"
+                )
+            if found[1] != table[0][1]:
+                raise UsageError(
+                    f"equal ranks of groups 0 and {group} have other elements of the model: give all groups "
+                    "the same model, and sections zero_optimization that divide it alike"
+                )
+        return f"{digests}"
+
     # -- parameters --------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -195,15 +227,20 @@ class HeldStates(OuterLoop, ABC):
         held = zip(OUTER, (fragment.outer, fragment.momentum, fragment.error), strict=True)
         return [(key, tensor) for key, tensor in held if tensor is not None]
 
-    def _ranges(self) -> Iterator[tuple[Master, int, str, Tensor]]:
-        """The master, the first element in its flat buffer, the key, the elements."""
-        for fragment, parts in zip(self._fragments, self._parts, strict=True):
+    def _places(self) -> Iterator[tuple[int, Master, int, OuterPart]]:
+        """The fragment, the master, the first element in its flat buffer, the part."""
+        for number, parts in enumerate(self._parts):
             for part in (part for part in parts if part.numel):
                 master, start = part.master, part.start
                 if master.is_sharded:
                     start += master.params.layout.shard_range(master.rank)[0]
-                for key, tensor in self._tensors(fragment):
-                    yield master, start, key, tensor[part.place()]
+                yield number, master, start, part
+
+    def _ranges(self) -> Iterator[tuple[Master, int, str, Tensor]]:
+        """The master, the first element in its flat buffer, the key, the elements."""
+        for number, master, start, part in self._places():
+            for key, tensor in self._tensors(self._fragments[number]):
+                yield master, start, key, tensor[part.place()]
 
     def blocks(self, snapshot: Snapshot) -> Sequence[StateBlock]:
         from ..zero.checkpoint.snapshot import StateBlock as Block
@@ -255,6 +292,7 @@ class GroupsLoop(HeldStates):
     @torch.no_grad()
     def begin(self) -> None:
         """All groups begin with the values of the first one."""
+        self._check_alike(self.meet)
         for tensor in self._values_beside():
             values = tensor.detach().cpu().contiguous()
             if values.numel():

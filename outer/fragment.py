@@ -74,10 +74,14 @@ class Fragment:
         self, values: Tensor, meeting: Meeting, run: Callable[[Callable[[], None]], Job]
     ) -> None:
         """Start a meeting. values: the parameters of this group, [numel]. run: runs a job in the background."""
+        weight, self.weight = self.weight, 0.0
+        self._job = run(lambda: meeting.hold(self, self._grad(values), weight))
+
+    @torch.no_grad()
+    def _grad(self, values: Tensor) -> Tensor:
         grad = torch.zeros(self.size)
         torch.sub(self.outer[: self.numel], values, out=grad[: self.numel])
-        weight, self.weight = self.weight, 0.0
-        self._job = run(lambda: meeting.hold(self, grad, weight))
+        return grad
 
     def settle(self) -> None:
         """Wait for the meeting that runs. Raises the error of its job."""

@@ -1,11 +1,11 @@
 """The loss of groups that meet every H steps, over that of plain data parallelism at equal tokens.
 
-    python benchmarks/outer/loss.py [--seeds 0 1 2] [--groups 2 4] [--steps 1200] [--ways "H 10" ...]
+    python benchmarks/outer/loss.py [--seeds 0 1 2] [--groups 2 4] [--steps 600] [--ways "H 10" ...]
     python benchmarks/outer/loss.py --real --steps 60      with processes and engines: the same numbers
 
 The example's GPT of 1.1 M parameters trains on the sources of Python's standard library. A model is trained
-without groups first (`--before`), as in DiLoCo, section 3. All runs of a seed go on from it, with the same
-windows of 32 bytes in each step, 4 for each rank, and a learning rate that falls to zero. The loss is that of
+without groups first (`--before`), as in DiLoCo, section 3. All runs go on from it. Those of a seed take the
+same windows of 32 bytes in each step, 4 for each rank. The learning rate falls to zero. The loss is that of
 1,024 windows that were not trained, of the outer parameters: the runs end with a meeting.
 
 The groups are models of one process here, which take their steps in turn. Fragments, the mean in few bits and
@@ -255,11 +255,19 @@ class Batches:
 
     def __init__(self, seed: int) -> None:
         self._train, self._held = load_text(None, CONTEXT)
+        self._seed = seed
         self._order = torch.Generator().manual_seed(seed)
 
     def next(self, ranks: int) -> list[tuple[Tensor, Tensor]]:
         rows = torch.randint(len(self._train), (ranks, BATCH), generator=self._order).tolist()
         return [self._stack(self._train, row) for row in rows]
+
+    def of(self, step: int, rank: int) -> tuple[Tensor, Tensor]:
+        """Those of one rank in any step, which are others than those of `next`."""
+        order = torch.Generator().manual_seed((self._seed * 1_000_003 + step) * 64 + rank)
+        return self._stack(
+            self._train, torch.randint(len(self._train), (BATCH,), generator=order).tolist()
+        )
 
     @staticmethod
     def _stack(windows: Any, row: list[int]) -> tuple[Tensor, Tensor]:
@@ -303,7 +311,7 @@ def simulated(
 ) -> dict[str, Any]:
     """A run in this process."""
     torch.set_num_threads(1)
-    model, batches = trained_before(options.size, seed, options.before), Batches(seed)
+    model, batches = trained_before(options.size, options.begin, options.before), Batches(seed)
     peak, steps = RATES[options.size] * options.rate, options.steps
     begin_seconds = time.monotonic()
     sent = 0
@@ -331,7 +339,7 @@ def real(
     rates: tuple[float, float],
 ) -> dict[str, Any]:
     """The same run on one of `ranks` processes."""
-    model, batches = trained_before(options.size, seed, options.before), Batches(seed)
+    model, batches = trained_before(options.size, options.begin, options.before), Batches(seed)
     peak, steps = RATES[options.size] * options.rate, options.steps
     params = {"lr": peak, "weight_decay": DECAY, "betas": BETAS, "eps": EPS}
     config: dict[str, Any] = {
@@ -365,12 +373,13 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--groups", type=int, nargs="+", default=[2])
     parser.add_argument("--size", choices=SHAPES, default="1M")
-    parser.add_argument("--before", type=int, default=2000, help="steps without groups")
-    parser.add_argument("--steps", type=int, default=1200, help="a multiple of all H")
+    parser.add_argument("--before", type=int, default=1000, help="steps without groups")
+    parser.add_argument("--begin", type=int, default=0, help="the seed of the steps without groups")
+    parser.add_argument("--steps", type=int, default=600, help="a multiple of all H")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--rate", type=float, default=1.0, help="multiplies the learning rate")
-    parser.add_argument("--lr", type=float, default=0.7, help="of the outer optimizer")
-    parser.add_argument("--momentum", type=float, default=0.9, help="of the outer optimizer")
+    parser.add_argument("--lr", type=float, default=1.0, help="of the outer optimizer")
+    parser.add_argument("--momentum", type=float, default=0.0, help="of the outer optimizer")
     parser.add_argument("--real", action="store_true", help="with processes and engines")
     parser.add_argument("--keep", type=Path, help="a file of found runs")
     options = parser.parse_args()
@@ -383,7 +392,15 @@ def main() -> int:
             first = None
             for way in options.ways:
                 rates = (options.lr, options.momentum)
-                about = [options.size, options.before, options.steps, options.rate, ranks, seed]
+                about = [
+                    options.size,
+                    options.begin,
+                    options.before,
+                    options.steps,
+                    options.rate,
+                    ranks,
+                    seed,
+                ]
                 about += [way, *(() if WAYS[way] is None else rates), options.real]
                 key = json.dumps(about)
                 found = known.get(key)

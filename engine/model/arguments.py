@@ -9,7 +9,7 @@ import hashlib
 import json
 import sys
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -200,6 +200,9 @@ OF_NODES = {
     "checkpoint.preemption_save_dir",
     "report_folder",
 }
+# of groups of ranks that train alone (outer): what may differ from one to another
+BATCHES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+OF_GROUPS = (*BATCHES, "zero_optimization.")
 MOST_KEYS = 8  # in one message
 MOST_VALUES = 4  # of one key
 MOST_CHARS = 80  # of one value
@@ -243,7 +246,9 @@ def resolve_together(
         config = config.resolve(num_groups * group.size())
     except ConfigError as error:
         complaints += error.complaints
-    by_rank = _unless_same(dict([*_of_config(config), *_of_optimizer(optimizer)]), group, device)
+    mine = dict([*_of_config(config), *_of_optimizer(optimizer)])
+    groups = 1 if config.outer is None or num_groups > 1 else config.outer.groups
+    by_rank = _unless_same(mine, group, device, groups, _may_differ(config, mine))
     if by_rank is not None:
         raise UsageError(_difference(by_rank))
     if complaints:
@@ -256,18 +261,55 @@ def refuse_together(error: XdsError, group: dist.ProcessGroup, device: torch.dev
     _unless_same({REFUSED: str(error)}, group, device)
 
 
+def _may_differ(config: Config, settings: Settings) -> set[str]:
+    """Those of the settings that groups of ranks need not have alike."""
+    if config.data_packing.tokens or config.data_efficiency.data_sampling.has_curriculum:
+        return {key for key in settings if key.startswith(OF_GROUPS) and key not in BATCHES}
+    return {key for key in settings if key.startswith(OF_GROUPS)}
+
+
+def settings_of_groups(config: Config) -> Settings:
+    """What all groups of ranks have alike."""
+    settings = dict(_of_config(config))
+    free = _may_differ(config, settings)
+    return {key: value for key, value in settings.items() if key not in free}
+
+
 def _unless_same(
-    mine: Settings, group: dist.ProcessGroup, device: torch.device
+    mine: Settings,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    num_groups: int = 1,
+    free: Collection[str] = (),
 ) -> list[Settings] | None:
-    """The settings of each rank; None: all have the same. A collective."""
+    """The settings of each rank; None: all have the same. A collective.
+
+    free: settings that only the ranks of each group must have alike.
+    """
     # the section `communication` may differ, so the message does not depend on it
     plain = open_collectives(
         group, device, section=Communication.model_construct(shared_memory=False)
     )
-    if _is_same(json.dumps(mine, sort_keys=True), plain, CONFIG):
+    if num_groups == 1 or group.size() % num_groups:
+        num_groups, free = 1, ()
+    shared = {key: value for key, value in mine.items() if key not in free}
+    own = {key: mine[key] for key in free}
+    if _is_same(_text(shared), plain, CONFIG) and (
+        num_groups == 1 or _is_same(_text(own), plain, CONFIG, num_groups)
+    ):
         return None
     found: list[Settings] = all_gather_json(plain, mine, CONFIG)
+    for key in own:  # the message is about the others
+        each = len(found) // num_groups
+        parts = [found[at : at + each] for at in range(0, len(found), each)]
+        if all(len({one.get(key) for one in part}) == 1 for part in parts):
+            for one in found:
+                one.pop(key, None)
     return found
+
+
+def _text(settings: Settings) -> str:
+    return json.dumps(settings, sort_keys=True)
 
 
 def _of_config(config: Config) -> Iterator[tuple[str, str]]:
@@ -376,12 +418,13 @@ def _described(tensor: torch.Tensor) -> str:
 # -- both ---------------------------------------------------------------------------------------------------
 
 
-def _is_same(text: str, collectives: Collectives, what: str) -> bool:
-    """Whether all ranks have the same text. A collective."""
+def _is_same(text: str, collectives: Collectives, what: str, num_groups: int = 1) -> bool:
+    """Whether all ranks have the same text, or all ranks of each group. A collective."""
     digest = hashlib.sha256(text.encode()).digest()[:16]
     mine = torch.frombuffer(bytearray(digest), dtype=torch.int64).to(collectives.device)
     table = collectives.gather_small(mine, what=what)
-    return bool((table == table[0]).all())
+    parts = table.view(num_groups, -1, 2)
+    return bool((parts == parts[:, :1]).all())
 
 
 __all__ = [
@@ -396,6 +439,7 @@ __all__ = [
     "optional_states",
     "refuse_together",
     "resolve_together",
+    "settings_of_groups",
     "unwrap_weights",
     "with_model",
 ]

@@ -195,10 +195,12 @@ def test_a_group_that_is_stopped_comes_back(tmp_path: Path, more: dict[str, Any]
 @pytest.mark.slow
 def test_a_slow_group_comes_when_it_is_called(tmp_path: Path) -> None:
     outer = {"groups": 2, "steps": 6, "window_seconds": 0.3}
-    launcher = start(tmp_path, outer, ADAM, 1, PAUSES={0: 0.2, 1: 0.6}, STEPS=24)
+    launcher = start(tmp_path, outer, ADAM, 1, PAUSES={0: 0.1, 1: 0.6}, STEPS=24)
     ended(launcher)
     fast, slow = found(tmp_path, [0, 1])
     check_agree([fast, slow])
+    texts = [each.text for each in read_run(str(tmp_path / "report")).failures]
+    assert any(text.startswith("group 1 is slow (") for text in texts), texts
     steps = [sum(each[1] == version for each in slow["history"]) for version in (0, 1, 2)]
     assert max(steps) < 6 and fast["history"][-1][1] >= 4  # it has met with fewer steps
 

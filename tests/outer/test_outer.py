@@ -63,6 +63,63 @@ def test_a_meeting_in_every_step_is_plain_data_parallelism(stage: int) -> None:
         torch.testing.assert_close(found[3][1][name], value, rtol=1e-5, atol=1e-6)
 
 
+UNEQUAL: list[dict[str, Any]] = [
+    {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 1}},
+    {
+        "train_micro_batch_size_per_gpu": 3,
+        "gradient_accumulation_steps": 2,
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+    },
+]
+
+
+def train_unequal(more: dict[str, Any]) -> dict[str, Tensor]:
+    group, rank = divmod(dist.get_rank(), 2)
+    config = {"optimizer": SGD, "outer": MEAN | {"groups": 2}} | UNEQUAL[group]
+    engine = xds.initialize(build("tied"), config | (more if group else {}))
+    for step in range(3):
+        for part in range(engine.gradient_accumulation_steps()):
+            size = engine.train_micro_batch_size_per_gpu()
+            engine.backward(engine(micro_batch(9 * step + part, 2 * group + rank, size)))
+            engine.step()
+    state = engine.full_state_dict(rank0_only=False)
+    engine.destroy()
+    return state
+
+
+def test_groups_have_other_batches_and_stages() -> None:
+    model = build("tied")
+    optimizer = torch.optim.SGD(model.parameters(), **SGD["params"])
+    for step in range(3):
+        optimizer.zero_grad()
+        for rank in range(4):
+            parts, size = (1, 2) if rank < 2 else (2, 3)
+            for part in range(parts):
+                (model(micro_batch(9 * step + part, rank, size)) * size / 16).backward()
+        optimizer.step()
+    found = run_ranks(train_unequal, 4, {})
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(found[3][name], value, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        (
+            {"gradient_clipping": 1.0},
+            "gradient_clipping = 0.0 on ranks 0, 1 and 1.0 on ranks 2, 3;",
+        ),
+        (
+            {"zero_optimization": {"stage": 1, "unit_min_numel": 1}},
+            "equal ranks of groups 0 and 1 have other elements of the model",
+        ),
+    ],
+)
+def test_what_groups_must_have_alike(more: dict[str, Any], text: str) -> None:
+    with pytest.raises(AssertionError, match=text):
+        run_ranks(train_unequal, 4, more)
+
+
 def partly_frozen(folder: str, place: str) -> dict[str, Tensor]:
     """Each rank builds other values; half of them are frozen."""
     torch.manual_seed(dist.get_rank())
