@@ -44,7 +44,7 @@ from ..utils.errors import PeerError, UsageError, XdsError
 from ..utils.version import __version__
 from ..zero.core.reduction import StepStatus
 from .checkpoint.image import Image, read_image, receive_image, send_image
-from .checkpoint.random_state import KeptRandom, read_random_state
+from .checkpoint.random_state import KeptRandom
 from .checkpoint.save import SaveOptions
 from .checkpoint.versions import Versions, held_of
 from .config.config import Config
@@ -87,7 +87,6 @@ class _Committed:
     micro_steps: int
     global_samples: int
     random: KeptRandom
-    generators: dict[str, Any] | None  # the same for an image, where ranks keep versions
 
 
 class _Row(NamedTuple):
@@ -349,11 +348,8 @@ class LiveRecovery(Recovery):
     def _note(self, position: dict[str, int]) -> None:
         assert self._target is not None
         counters, random = self._target.counters, KeptRandom(self._collectives.device)
-        generators = None
-        if self._versions is not None:
-            generators = read_random_state(self._collectives.device)
         self._committed = _Committed(
-            position, counters.micro_steps, counters.global_samples, random, generators
+            position, counters.micro_steps, counters.global_samples, random
         )
 
     def _keep_version(self) -> None:
@@ -374,7 +370,8 @@ class LiveRecovery(Recovery):
         # a save that runs has its own
         client_state = self._call[2] if self._call else target.states.client_state
         with self._loader.standing_at(self._committed.position):
-            return Image(target.parts, target.counters, client_state, self._committed.generators)
+            random = None if self._versions is None else self._committed.random.state()
+            return Image(target.parts, target.counters, client_state, random)
 
     def _drop(self, target: RecoveryTarget) -> None:
         """Be where the last step has ended."""

@@ -4,16 +4,15 @@
                                                     <─ has 7 ──   the slot is complete
     new rank 1       asks rank 3 for version 7      <─ files ──   slot 1 of rank 1
 
-No message of it is in the group of the ranks: nothing waits for it but the vote of a step. Bytes go from the
-slot to the socket within the kernel. A connection that fails is opened again, because only the launcher knows
-whether a rank has failed. Those of an earlier generation are refused.
+No message of it is in the group of the ranks: nothing waits for it but the vote of a step. A connection that
+fails is opened again, because only the launcher knows whether a rank has failed. Those of an earlier generation
+are refused.
 """
 
 from __future__ import annotations
 
 import errno
 import json
-import os
 import secrets
 import socket
 import struct
@@ -24,15 +23,17 @@ from pathlib import Path
 from typing import Any, final
 
 from ..utils.errors import PeerError, XdsError
+from ..utils.shared_file import SharedFile
 from .slots import Slots, files_of, versions_folder
 
-PIECE_BYTES = 1 << 20  # sent at a time
+PIECE_BYTES = 4 << 20  # received at a time
 _STALL_SECONDS = 30  # in which no byte of a version moves: the connection is opened again
 _CONNECT_SECONDS = 1.0
 _AGAIN_SECONDS = 0.05
 _MOST_FRAME_BYTES = 1 << 16
 _BULK = 0x08  # type of service: other messages of this host go first
 Address = tuple[str, int, str]  # host, port, secret
+Files = dict[Path, SharedFile]  # that are mapped
 
 
 @final
@@ -102,16 +103,21 @@ class Courier:
         """The versions of the buddy count no longer."""
         self._at_buddy = set()
 
-    def send(self, step: int, slots: Slots) -> None:
+    def send(self, step: int, slots: Slots, files: Files) -> None:
         """Return when the buddy has the version of `step`, or after `end`. In a thread.
 
-        Raises XdsError: the memory of its host is full.
+        files: those of the slots that are mapped.
+
+        Raises:
+            XdsError: the memory of its host is full.
+            OSError: a file is missing here.
         """
+        parts = _open_version(slots, step, files)
         while not self._ended.is_set():
             try:
                 connection = self._connect()
                 if step not in self._at_buddy:
-                    self.sent_bytes += _send_version(connection, slots, step)
+                    self.sent_bytes += _send_version(connection, slots, step, parts)
                     answer = _read_frame(connection)
                     if "error" in answer:
                         raise XdsError(answer["error"])
@@ -147,7 +153,7 @@ class Courier:
         asked = {"generation": self._generation, "rank": self._rank, "step": step}
         try:
             with _call(giver, asked) as connection:
-                _receive_version(connection, slots)
+                _receive_version(connection, slots, {})
         except (OSError, ValueError) as error:
             raise PeerError(
                 f"rank {self._rank}: the copy of its states after step {step} did not come from "
@@ -181,7 +187,8 @@ class Courier:
             try:
                 slots = Slots(versions_folder(int(asked["rank"])))
                 if "step" in asked:
-                    _send_version(connection, slots, asked["step"])
+                    step = int(asked["step"])
+                    _send_version(connection, slots, step, _open_version(slots, step, {}))
                 else:
                     self._keep(connection, slots)
             finally:
@@ -190,11 +197,12 @@ class Courier:
 
     def _keep(self, connection: socket.socket, slots: Slots) -> None:
         """Write the versions that come, until the connection ends."""
+        files: Files = {}
         while True:
             _write_frame(connection, {"steps": slots.steps})
             _wait_at_most(connection, 0)  # the next one comes with the next step
             try:
-                _receive_version(connection, slots)
+                _receive_version(connection, slots, files)
             except OSError as error:
                 if error.errno in (errno.ENOSPC, errno.ENOMEM):
                     text = (
@@ -254,37 +262,32 @@ def _read(connection: socket.socket, out: bytearray | memoryview) -> bytearray |
     """Fill `out`. Raises OSError: the connection has ended before."""
     view, count = memoryview(out), 0
     while count < len(view):
-        received = connection.recv_into(view[count:], 0, socket.MSG_WAITALL)
+        # each call lets threads run that wait for the interpreter
+        part = view[count : count + PIECE_BYTES]
+        received = connection.recv_into(part, 0, socket.MSG_WAITALL)
         if not received:
             raise ConnectionError("the connection has ended")
         count += received
     return out
 
 
-def _send_version(connection: socket.socket, slots: Slots, step: int) -> int:
+def _open_version(slots: Slots, step: int, files: Files) -> list[tuple[str, memoryview]]:
+    """The names and bytes of the files of a complete version. Raises OSError: one is missing."""
+    return [(path.name, _mapped(files, path).whole()) for path in files_of(slots.path_of(step))]
+
+
+def _send_version(
+    connection: socket.socket, slots: Slots, step: int, parts: Sequence[tuple[str, memoryview]]
+) -> int:
     """Send a complete version. Returns its bytes."""
-    paths = files_of(slots.path_of(step))
-    opened: list[int] = []
-    try:
-        opened = [os.open(path, os.O_RDONLY) for path in paths]
-        sizes = [os.fstat(descriptor).st_size for descriptor in opened]
-        files = [(path.name, size) for path, size in zip(paths, sizes, strict=True)]
-        _write_frame(connection, {"step": step, "counts": slots.steps, "files": files})
-        for descriptor, size in zip(opened, sizes, strict=True):
-            offset = 0
-            while offset < size:
-                count = min(PIECE_BYTES, size - offset)
-                sent = os.sendfile(connection.fileno(), descriptor, offset, count)
-                if not sent:
-                    raise OSError("a file of a version has become shorter")
-                offset += sent
-    finally:
-        for descriptor in opened:
-            os.close(descriptor)
-    return sum(sizes)
+    sizes = [(name, len(part)) for name, part in parts]
+    _write_frame(connection, {"step": step, "counts": slots.steps, "files": sizes})
+    for _, part in parts:
+        connection.sendall(part)
+    return sum(len(part) for _, part in parts)
 
 
-def _receive_version(connection: socket.socket, slots: Slots) -> None:
+def _receive_version(connection: socket.socket, slots: Slots, files: Files) -> None:
     """Write the version that comes into the older slot.
 
     Raises:
@@ -301,19 +304,13 @@ def _receive_version(connection: socket.socket, slots: Slots) -> None:
     for old in files_of(path):
         if old.name not in names:
             old.unlink()
-    piece = memoryview(bytearray(PIECE_BYTES))
     for name, size in head["files"]:
-        descriptor = os.open(path / name, os.O_WRONLY | os.O_CREAT, 0o600)
-        try:
-            os.ftruncate(descriptor, size)  # pages of the former version stay
-            for offset in range(0, size, PIECE_BYTES):
-                part = _read(connection, piece[: min(PIECE_BYTES, size - offset)])
-                written = 0
-                while written < len(part):
-                    written += os.pwrite(descriptor, part[written:], offset + written)
-        finally:
-            os.close(descriptor)
+        _read(connection, _mapped(files, path / name).resized(size))
     slots.commit(path, head["step"])
+
+
+def _mapped(files: Files, path: Path) -> SharedFile:
+    return files.setdefault(path, SharedFile(path))
 
 
 def as_address(told: Sequence[Any]) -> Address:

@@ -19,6 +19,7 @@ import torch
 
 from ...ops.comm.collectives import Collectives
 from ...utils.errors import DamagedError
+from ...utils.shared_file import SharedFile
 from ...zero.checkpoint.restore import Restore
 from ...zero.checkpoint.snapshot import Snapshot
 from ..counters import Counters
@@ -26,14 +27,14 @@ from ..parts import Parts
 from .format import catalogue_of, dump
 from .io.checked_file import CheckedFiles
 from .io.folders import MANIFEST, read_manifest
-from .io.tensor_file import image_bytes, matches, rewrite_tensors
+from .io.tensor_file import chunk_bytes_of, image_bytes, matches, rewrite_tensors, word_sum
 from .load import prepare, read_files
 from .load_effect import set_engine, set_own
 from .load_plan import LoadOptions, LoadPlan
 from .manifest import new_manifest
 from .save import SaveOptions, add_own, buffer_sums, collect
 
-CHUNK_BYTES = 256 << 10  # with a checksum each
+MIN_CHUNK_BYTES = 256 << 10  # with a checksum each
 FILE = "rank_00000-00000000.safetensors"
 _MESSAGE_BYTES, _SENT = 16 << 20, "recovery"
 
@@ -74,8 +75,10 @@ class Image:
         """Of the file of tensors."""
         return image_bytes(self._entries)
 
-    def write(self, folder: Path) -> None:
+    def write(self, folder: Path, file: SharedFile | None = None) -> None:
         """Write it to the folder, in place of another one. In any thread, before masters or states change.
+
+        file: the one of tensors there, if it is mapped already.
 
         The manifest comes last. Without it the folder has no image.
         Raises OSError: it does not fit.
@@ -83,12 +86,13 @@ class Image:
         snapshot, manifest_path = self._content.snapshot, folder / MANIFEST
         with suppress(FileNotFoundError):
             manifest_path.unlink()
-        sums = rewrite_tensors(folder / FILE, self._entries, CHUNK_BYTES)
+        chunk_bytes = max(MIN_CHUNK_BYTES, chunk_bytes_of(self.size_bytes))
+        sums = rewrite_tensors(file or SharedFile(folder / FILE), self._entries, chunk_bytes)
         record = replace(
             self._content.part().file,
             path=FILE,
             size_bytes=self.size_bytes,
-            chunk_bytes=CHUNK_BYTES,
+            chunk_bytes=chunk_bytes,
             crc32=sums,
         )
         manifest = new_manifest(
@@ -124,7 +128,7 @@ def read_image(parts: Parts, counters: Counters, folder: Path, *, also_random: b
     Raises UsageError: it is damaged, or of another model.
     """
     manifest, options = read_manifest(folder.parent, folder.name), LoadOptions()
-    in_memory, opened = parts.updater.in_memory(), CheckedFiles(folder, manifest)
+    in_memory, opened = parts.updater.in_memory(), CheckedFiles(folder, manifest, word_sum)
     with in_memory, ExitStack() as undo, opened as files:
         snapshot = Snapshot(parts.module, parts.sharded, parts.updater, is_alone=True)
         catalogue = catalogue_of(manifest, str(folder / MANIFEST))

@@ -16,31 +16,35 @@ NUMPY_NAME, NUMPY_WORDS, NUMPY_MAX_POSITION = "MT19937", 624, 624
 
 def read_random_state(device: torch.device) -> dict[str, Any]:
     """The states of torch's CPU generator, that of `device`, Python's, and numpy's global one if imported."""
-    version, words, gauss = random.getstate()
-    state: dict[str, Any] = {
-        "torch": torch.get_rng_state(),
-        "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
-    }
-    if device.type != "cpu":
-        state["devices"] = {device.type: device_of(device).generator.get_state()}
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        name, keys, position, has_gauss, cached = numpy.random.get_state()
-        words = torch.tensor([int(word) for word in keys])
-        state["numpy"] = {"name": name, "words": words, "rest": [position, has_gauss, cached]}
-    return state
+    return KeptRandom(device).state()
 
 
 @final
 class KeptRandom:
-    """The same states as they are in this process, to go back to: much faster than `read_random_state`."""
+    """The same states as they are in this process, to go back to."""
 
     def __init__(self, device: torch.device) -> None:
         self._torch, self._python = torch.get_rng_state(), random.getstate()
+        self._kind = device.type
         self._device = None if device.type == "cpu" else device_of(device).generator
         self._of_device = None if self._device is None else self._device.get_state()
         numpy = sys.modules.get("numpy")
         self._numpy = None if numpy is None else numpy.random.get_state()
+
+    def state(self) -> dict[str, Any]:
+        """As tensors and JSON values."""
+        version, words, gauss = self._python
+        state: dict[str, Any] = {
+            "torch": self._torch,
+            "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
+        }
+        if self._device is not None:
+            state["devices"] = {self._kind: self._of_device}
+        if self._numpy is not None:
+            name, keys, position, has_gauss, cached = self._numpy
+            words = torch.tensor(keys.tolist())
+            state["numpy"] = {"name": name, "words": words, "rest": [position, has_gauss, cached]}
+        return state
 
     def restore(self) -> None:
         torch.set_rng_state(self._torch)

@@ -34,6 +34,7 @@ from ...recovery.slots import (
     versions_folder,
 )
 from ...utils.errors import XdsError
+from ...utils.shared_file import SharedFile
 from ...utils.sizes import size_text
 from .image import FILE, Image, image_step
 
@@ -47,6 +48,7 @@ class Versions:
         self._rank, self._store = rank, store
         self.host = own_host()
         self._slots = Slots(versions_folder(rank))  # of a former process: see `find`
+        self._files = {path / FILE: SharedFile(path / FILE) for path in self._slots.paths}
         self._thread = ThreadPoolExecutor(1, "xds-versions")
         self._writing: tuple[Future[None], int] | None = None  # the step
         self._courier: Courier | None = None  # where there are several hosts
@@ -135,13 +137,13 @@ class Versions:
         self._writing = (self._thread.submit(self._write, image, self._slots.begin()), image.step)
 
     def _write(self, image: Image, path: Path) -> None:
-        image.write(path)
+        image.write(path, self._files[path / FILE])
         self._slots.commit(path, image.step)
         self._send(image.step)
 
     def _send(self, step: int) -> None:
         if self._courier is not None and self._has_buddy:
-            self._courier.send(step, self._slots)
+            self._courier.send(step, self._slots, self._files)
 
     def begin_sending(self, step: int) -> None:
         """Send a version that is complete here, but not in the memory of the buddy."""

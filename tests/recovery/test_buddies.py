@@ -94,7 +94,7 @@ def test_versions_travel_to_the_buddy_and_back(tmp_path: Path, pair: list[Courie
     sender.begin(keeper.address)
     for step in (4, 5, 6):
         version(own, step)
-        sender.send(step, own)
+        sender.send(step, own, {})
         assert sender.has(step)
     kept = Slots(slots.versions_folder(0))
     assert kept.steps == [6, 5]
@@ -107,13 +107,13 @@ def test_versions_travel_to_the_buddy_and_back(tmp_path: Path, pair: list[Courie
     sender.end()  # another generation: what the buddy has is not sent again
     sender.open(3)
     sender.begin(keeper.address)
-    sender.send(6, own)
+    sender.send(6, own, {})
     assert sender.has(6) and sender.sent_bytes == sent
     own.drop_after(5)  # the run goes back, and takes step 6 again
     Slots(slots.versions_folder(0)).drop_after(5)
     sender.forget()
     version(own, 6, size=10)
-    sender.send(6, own)
+    sender.send(6, own, {})
     assert Slots(slots.versions_folder(0)).steps == [6, 5]
     shutil.rmtree(tmp_path / "own")
     new = Slots(tmp_path / "own")
@@ -171,11 +171,11 @@ def test_a_sender_goes_on_when_the_connection_comes_again_and_ends_on_request(
 
     monkeypatch.setattr(courier, "_send_version", breaks)
     sender.begin(keeper.address)
-    sender.send(4, own)
+    sender.send(4, own, {})
     assert sender.has(4) and not fails
     keeper.end()  # it has failed, as nobody knows yet
     version(own, 5)
-    thread = threading.Thread(target=sender.send, args=(5, own))
+    thread = threading.Thread(target=sender.send, args=(5, own, {}))
     thread.start()
     thread.join(0.2)
     assert thread.is_alive()
@@ -190,10 +190,10 @@ def test_a_memory_that_is_full_is_named(
     own = Slots(tmp_path / "own")
     version(own, 4)
 
-    def full(*_: object) -> int:
+    def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(courier.os, "pwrite", full)
+    monkeypatch.setattr(os, "posix_fallocate", full)
     pair[0].begin(pair[1].address)
     with pytest.raises(XdsError, match=r"cannot be written to .*rank0 on .*No space left"):
-        pair[0].send(4, own)
+        pair[0].send(4, own, {})

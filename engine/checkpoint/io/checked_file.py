@@ -33,6 +33,7 @@ from .tensor_file import bytes_of
 
 SEGMENT_BYTES = 1 << 20  # read at a time, or one chunk
 CHECK_BYTES = 16 << 20  # whole chunks, for all threads
+SumOf = Callable[[memoryview], int]
 READERS = 2  # threads: one reads while another sums
 # files; the least recently used one is closed. An open file stays when another process removes the checkpoint
 MAX_OPEN = max(64, min(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4, 4096))
@@ -88,12 +89,14 @@ class CheckedFile:
             cannot read it.
     """
 
-    def __init__(self, folder: Path, record: FileRecord, pool: Executor) -> None:
-        """`pool` reads and sums; many files can share it."""
+    def __init__(
+        self, folder: Path, record: FileRecord, pool: Executor, sum_of: SumOf = zlib.crc32
+    ) -> None:
+        """`pool` reads and sums; many files can share it. sum_of: the checksum of a chunk."""
         self.path = folder / record.path
         self.read_bytes = 0
         self._record = record
-        self._pool = pool
+        self._pool, self._sum_of = pool, sum_of
         self._file: OldFile | None = None
         self._buffers = threading.local()
         self._kept: tuple[int, Tensor | None] = (-1, None)
@@ -264,7 +267,7 @@ class CheckedFile:
             raise DamagedError(f"{self.path} ends too early: the checkpoint is damaged")
         for number in range(first, last) if sums else ():
             begin = (number - first) * size
-            if zlib.crc32(view[begin : begin + size]) != self._record.crc32[number]:
+            if self._sum_of(view[begin : begin + size]) != self._record.crc32[number]:
                 stop = min(low + begin + size, high)
                 raise DamagedError(
                     f"{self.path} is damaged: bytes {low + begin} to {stop} do not match their checksum; load "
@@ -289,8 +292,9 @@ class CheckedFile:
 class CheckedFiles:
     """The files of one checkpoint, opened when they are first used, and a pool of threads for them."""
 
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
-        self._folder, self._manifest = folder, manifest
+    def __init__(self, folder: Path, manifest: Manifest, sum_of: SumOf = zlib.crc32) -> None:
+        """sum_of: the checksum of a chunk."""
+        self._folder, self._manifest, self._sum_of = folder, manifest, sum_of
         self._pool = ThreadPoolExecutor(READERS)
         self._files: dict[int, CheckedFile] = {}  # open files, the least recently used first
 
@@ -300,7 +304,8 @@ class CheckedFiles:
         if file is None:
             if len(self._files) >= MAX_OPEN:
                 self._files.pop(next(iter(self._files))).close()
-            file = CheckedFile(self._folder, self._manifest.files[number], self._pool)
+            record = self._manifest.files[number]
+            file = CheckedFile(self._folder, record, self._pool, self._sum_of)
             try:
                 check_tensors(self._manifest, number, file.table)
             except ValueError as error:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import os
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,12 +23,15 @@ from torch import Tensor
 
 from ....ops.device import device_of
 from ....ops.weights.tensor_table import make_header
+from ....utils.shared_file import SharedFile
 from .storage import ALIGN_BYTES, NewFile, storage_of
 
 BLOCK_BYTES = 8 << 20  # written at a time: whole chunks
 DEPTH = 3  # blocks that are summed and written at the same time
 MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 4 << 10, 4 << 20
 MAX_SUMS = 4096  # per file, unless its chunks have the maximum size
+PIECE_BYTES = 128 << 10  # copied and summed at a time: it stays in the cache
+_PRIME = 4_294_967_291
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,44 +128,59 @@ def copy_image(entries: Sequence[TensorEntry], memory: Tensor) -> None:
 
 
 def rewrite_tensors(
-    path: Path, entries: Sequence[TensorEntry], chunk_bytes: int
+    file: SharedFile, entries: Sequence[TensorEntry], chunk_bytes: int
 ) -> tuple[int, ...]:
-    """Write a safetensors file over another one, in this thread alone and without fsync: for files in memory.
+    """Write a safetensors file over another one in memory, in this thread alone.
 
-    Pages of the former file stay, so a file of the same length needs no new memory. Returns the CRC-32 of every
-    `chunk_bytes` of it. Sums and writes of whole chunks release the GIL.
-    Raises OSError: from the file system; a partial file may remain.
+    Returns the `word_sum` of every `chunk_bytes` of it, a multiple of PIECE_BYTES.
+    Raises OSError: it does not fit into the memory; a partial file may remain.
     """
-    size_bytes = image_bytes(entries)
-    offset, crc = 0, 0
-    crcs: list[int] = []
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
-    try:
-        os.ftruncate(descriptor, size_bytes)
-        for piece in _pieces(entries):
-            done = 0
-            while done < len(piece):
-                # up to the end of a chunk: what is written is in the cache of the processor then
-                part = piece[done : done + chunk_bytes - offset % chunk_bytes]
-                crc = zlib.crc32(part, crc)
-                written = 0
-                while written < len(part):
-                    written += os.pwrite(descriptor, part[written:], offset + written)
-                done, offset = done + len(part), offset + len(part)
-                if offset % chunk_bytes == 0 or offset == size_bytes:
-                    crcs.append(crc)
-                    crc = 0
-    finally:
-        os.close(descriptor)
-    return tuple(crcs)
+    memory = file.resized(image_bytes(entries))
+    words = torch.frombuffer(memory, dtype=torch.int64, count=len(memory) // 8)
+    sums: list[Tensor] = []
+    offset = 0
+    for piece in _pieces(entries):
+        done = 0
+        while done < len(piece):
+            count = min(len(piece) - done, PIECE_BYTES - offset % PIECE_BYTES)
+            memory[offset : offset + count] = piece[done : done + count]
+            done, offset = done + count, offset + count
+            if offset % PIECE_BYTES == 0:
+                sums.append(words[(offset - PIECE_BYTES) // 8 : offset // 8].sum())
+    values = torch.stack(sums).tolist() if sums else []
+    values.append(_sum_of(memory[offset - offset % PIECE_BYTES :]))
+    each = chunk_bytes // PIECE_BYTES
+    totals = (sum(values[n : n + each]) for n in range(0, -(-offset // PIECE_BYTES), each))
+    return tuple(map(_folded, totals))
 
 
-def matches(path: Path, size_bytes: int, chunk_bytes: int, crc32: Sequence[int]) -> bool:
-    """Every byte of the file is as its checksums say. Raises OSError."""
+def word_sum(view: bytearray | memoryview) -> int:
+    """The sum of the 64-bit words of `view`, modulo 2^64 and then a prime below 2^32; zeros follow its end.
+
+    A change of one word changes it. It is ten times as fast as a CRC: for copies in memory.
+    """
+    pieces = (view[start : start + PIECE_BYTES] for start in range(0, len(view), PIECE_BYTES))
+    return _folded(sum(map(_sum_of, pieces)))
+
+
+def _sum_of(piece: bytearray | memoryview) -> int:
+    """Of so few words that torch takes no other thread."""
+    if len(piece) % 8:
+        piece = bytearray(piece) + bytes(-len(piece) % 8)
+    return int(torch.frombuffer(piece, dtype=torch.int64).sum()) if len(piece) else 0
+
+
+def _folded(total: int) -> int:
+    return total % (1 << 64) % _PRIME
+
+
+def matches(path: Path, size_bytes: int, chunk_bytes: int, sums: Sequence[int]) -> bool:
+    """Every byte of the file is as these word sums say. Raises OSError."""
     if path.stat().st_size != size_bytes:
         return False
+    piece = memoryview(bytearray(chunk_bytes))
     with open(path, "rb") as file:
-        return all(zlib.crc32(file.read(chunk_bytes)) == crc for crc in crc32)
+        return all(word_sum(piece[: file.readinto(piece)]) == wanted for wanted in sums)
 
 
 def write_image(path: Path, memory: Tensor, on_written: Callable[[int], None]) -> Sums:
