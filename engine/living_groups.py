@@ -158,8 +158,10 @@ class LivingGroups(HeldStates):
         self._base = _connection()  # of groups
         messages = Store(_connection(), "outer", int(os.environ["RANK"]))
         everyone = Generation(0, tuple(range(section.groups)))
-        presence = Presence(Store(_connection(), "recovery", int(os.environ["RANK"])), everyone)
         process = 0 if self._joins is None else self._joins.attempt
+        rank = int(os.environ["RANK"])
+        told = Store(_connection(), "recovery", rank)
+        presence = Presence(told, everyone, number, rank, process)
         self._generations = Generations(
             _connection(), "recovery", int(os.environ["RANK"]), units, process
         )
@@ -461,7 +463,7 @@ class LivingGroups(HeldStates):
 
         def look() -> None:
             while not is_over.wait(LOOK_SECONDS):
-                with suppress(RuntimeError):
+                with suppress(RuntimeError, PeerError):
                     if self._rounds.lacks(trial):
                         meet.leave()
                         return

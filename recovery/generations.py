@@ -316,16 +316,28 @@ class Meeting:
 class Presence:
     """Which units are there, for those that train alone. No method waits."""
 
-    def __init__(self, store: Store, newest: Generation) -> None:
-        """newest: the generation that this process knows."""
+    def __init__(
+        self, store: Store, newest: Generation, unit: int, rank: int, process: int = 0
+    ) -> None:
+        """newest: the generation that this process knows. unit, rank, process: its own, as for `Meeting`."""
         self._store, self._newest = store, newest
+        self._unit, self._rank, self._process = unit, rank, process
+        self._takes_part = not process  # a new process does so later
         self.reasons: dict[int, str] = {}  # why a unit is not there, by its number
 
     def newest(self) -> Generation:
-        """The newest generation."""
+        """The newest generation. Raises PeerError: this process is in it no more, because it did not answer."""
         while (newer := self._store.read_as(_KIND, _key(self._newest.number + 1))) is not None:
             gone = set(self._newest.units) - set(newer.units)
             self.reasons.update(dict.fromkeys(gone, newer.reason))
+            newest = newer.processes.get(self._rank, 0)
+            is_in = self._unit in newer.units and newest == self._process
+            if newest > self._process or self._takes_part and not is_in:
+                raise PeerError(
+                    f"rank {self._rank} is not in generation {newer.number} of this run, because it did not "
+                    f"answer ({newer.reason}): its work is dropped, and it ends"
+                )
+            self._takes_part |= is_in
             self._newest = newer
         return self._newest
 

@@ -18,6 +18,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from ...ops.device import device_of, device_type, has_backend, num_devices
 from ...ops.torch_internals import open_fake_group
+from ...ops.watch.store import Store, serve_store
 from ...utils.errors import PeerError, UsageError
 from ...utils.messages import write_stderr
 from .foreign_launcher import fill, place
@@ -28,6 +29,7 @@ LATE_SECONDS = 30.0  # then a rank says for whom it waits
 _CONNECT_SECONDS = 2.0
 _TICK_SECONDS = 0.1
 _first_rank = 0  # of the set of this rank: see `join`
+_HOST_ADDRESS = "XDS_HOST_ADDRESS"  # of this host, where the launcher has started ranks on several
 LAUNCHER_KEYS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -172,6 +174,8 @@ def _start_set(backend: str, device: torch.device, num_sets: int, timeout: timed
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     with _meeting(timeout.total_seconds()):
         base = dist.TCPStore(host, port, is_master=False, wait_for_workers=False)  # type: ignore[attr-defined]
+        if _HOST_ADDRESS in os.environ:
+            base = _store_of_set(base, name, rank, timeout.total_seconds())
         store = dist.PrefixStore(name, base)  # type: ignore[attr-defined]
         start_group(
             backend,
@@ -182,6 +186,26 @@ def _start_set(backend: str, device: torch.device, num_sets: int, timeout: timed
             world_size=num_ranks,
             timeout=timeout,
         )
+
+
+def _store_of_set(told: Any, name: str, rank: int, timeout_seconds: float) -> Any:
+    """The store of a set of ranks, on the host of its first one. Where that is, they learn at the launcher's.
+
+    So ranks of one site meet inside it, however far away the launcher is.
+    """
+    messages = Store(told, "sets", rank)
+    if not rank:
+        address = os.environ[_HOST_ADDRESS]
+        store = serve_store(address)
+        messages.set(name, f"{store.port} {address}")
+        return store
+    deadline = time.monotonic() + timeout_seconds
+    while (found := messages.read(name)) is None:
+        if time.monotonic() > deadline:
+            raise RuntimeError("their first rank has not said where they meet")
+        time.sleep(_TICK_SECONDS)
+    port, _, address = found.partition(" ")
+    return dist.TCPStore(address, int(port), is_master=False, wait_for_workers=False)  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager

@@ -24,6 +24,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import (
 )
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
+from ...ops.watch.store import serve_store
 from ..job import Rendezvous
 from .network import is_loopback, split_endpoint
 
@@ -94,15 +95,8 @@ def _bound(address: str, port: int) -> socket.socket | None:
 
 
 def _served(listening: socket.socket) -> TCPStore:
-    address, port = listening.getsockname()[:2]
-    return TCPStore(
-        address,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        multi_tenant=True,
-        master_listen_fd=listening.detach(),
-    )
+    store: TCPStore = serve_store(listening=listening)
+    return store
 
 
 @final

@@ -149,7 +149,8 @@ class _Head:
             import_torch()  # before hosts wait for messages: it may take long
             from .deciding import HEARTBEAT_SECONDS as SHORT_SECONDS
 
-            self._limit_seconds = heartbeat_seconds(SHORT_SECONDS)
+            is_near = job.num_sites == 1  # links between sites are slower
+            self._limit_seconds = heartbeat_seconds(SHORT_SECONDS if is_near else HEARTBEAT_SECONDS)
         self._token = secrets.token_hex(8)
         self._members = [_Member(host) for host in hosts]
         self._by_link: dict[NodeLink, _Member] = {}

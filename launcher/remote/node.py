@@ -223,7 +223,10 @@ def _serve(stop: Stop) -> int:
     import_torch()
     reader = _HeadReader(stream, stop, first["heartbeat_seconds"])
     _start_heartbeat(writer, first["heartbeat_seconds"], stop)
-    writer.send("hello", pid=os.getpid(), port=free_port(), **_addresses())
+    addresses = _addresses()
+    if addresses["head"]:
+        os.environ["XDS_HOST_ADDRESS"] = addresses["address"]  # for the ranks
+    writer.send("hello", pid=os.getpid(), port=free_port(), **addresses)
     reader.start()
     node = _Node(writer, stop)
     try:

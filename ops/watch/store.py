@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import threading
 import time
 from datetime import timedelta
@@ -116,6 +117,28 @@ class Store:
         return None
 
 
+def serve_store(address: str = "", listening: socket.socket | None = None) -> Any:
+    """A TCPStore of this process that listens on one address only; torch's own listens on every interface.
+
+    listening: a socket that is bound and listens already, instead of one at any port of `address`.
+    Raises OSError: the address is not one of this machine.
+    """
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    if listening is None:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        listening = socket.create_server((address, 0), family=family)
+    host, port = listening.getsockname()[:2]
+    return TCPStore(
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        multi_tenant=True,
+        master_listen_fd=listening.detach(),
+    )
+
+
 def _parsed(kind: TypeAdapter[Kind], text: str | None) -> Kind | None:
     try:
         return None if text is None else kind.validate_json(text)
@@ -136,4 +159,4 @@ def _warn() -> None:
         )
 
 
-__all__ = ["REPLY_SECONDS", "Store"]
+__all__ = ["REPLY_SECONDS", "Store", "serve_store"]

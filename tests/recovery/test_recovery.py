@@ -27,7 +27,7 @@ from xds.engine.lost_peers import FencedStore
 from xds.launcher.reporting.records import read_run
 from xds.ops.mesh import Mesh
 from xds.ops.watch.store import Store
-from xds.recovery.generations import Generation, Lighthouse, Meeting
+from xds.recovery.generations import Generation, Lighthouse, Meeting, Presence
 from xds.recovery.units import shares_of, units_of
 from xds.utils.errors import PeerError
 
@@ -479,6 +479,13 @@ def test_a_unit_that_is_not_in_the_newest_generation_is_refused() -> None:
     assert new.next_after(3, 1.0, is_new=True) == fourth == units[0].next_after(3, 1.0)
     with pytest.raises(PeerError, match="another process is rank 2 in generation 4 of this run"):
         units[2].next_after(0, 1.0)
+    # the same where units train alone
+    messages, start = Store(store, "recovery", 0), Generation(0, (0, 1, 2))
+    assert Presence(messages, start, 0, 0).newest().units == (0, 2)
+    assert Presence(messages, start, 2, 2, process=5).newest() == fourth
+    for unit in (1, 2):
+        with pytest.raises(PeerError, match=f"rank {unit} is not in generation"):
+            Presence(messages, start, unit, unit).newest()
 
 
 def test_ranks_that_open_groups_do_not_wait_for_one_that_fails_meanwhile() -> None:

@@ -1,5 +1,6 @@
 """Hosts of a run are lost, cut off or come back: namespaces with an sshd each, and one xds at the head."""
 
+import contextlib
 import json
 import os
 import signal
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -36,20 +38,19 @@ def start(hosts: Hosts, tmp_path: Path) -> Iterator[Start]:
     begun = []
 
     def begin(
-        slots: Sequence[int], *, spare: str = "", script: Path = SCRIPT, **environ: Any
+        slots: Sequence[int], more: Sequence[str] = (), script: Path = SCRIPT, **environ: Any
     ) -> subprocess.Popen[str]:
         file = hosts.hostfile(slots, hosts.names[: len(slots)], file=tmp_path.name)
         lines = file.read_text().splitlines()
-        file.write_text(
-            "".join(f"{x} spare\n" if x.startswith(spare or "-") else f"{x}\n" for x in lines)
-        )
+        with_words = zip_longest(lines, more, fillvalue="")
+        file.write_text("".join(f"{line} {word}\n" for line, word in with_words))
         environ = {"OUT": tmp_path, "DEATHS": "{}", "OMP_NUM_THREADS": 1, **environ}
         lines = [f"{key}={value}\n" for key, value in environ.items()]
         (tmp_path / ".xds_env").write_text("".join(lines))
         words = [sys.executable, "-m", "xds.launcher.cli", "--recover", "--hostfile", str(file)]
         pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
-        more = {"PYTHONSAFEPATH": ""}
-        begun.append(hosts.popen([*words, str(script)], more, cwd=tmp_path, **pipes))
+        own = {"PYTHONSAFEPATH": ""}
+        begun.append(hosts.popen([*words, str(script)], own, cwd=tmp_path, **pipes))
         return begun[-1]
 
     yield begin
@@ -116,7 +117,7 @@ def test_the_other_hosts_go_on_in_one_generation(
 def test_a_spare_host_takes_the_ranks_of_the_first_one(
     hosts: Hosts, start: Start, tmp_path: Path
 ) -> None:
-    process = start([2, 1, 2], spare="host2", WAITS=1, STEPS=60, PAUSE=0.01)
+    process = start([2, 1, 2], ["", "", "spare"], WAITS=1, STEPS=60, PAUSE=0.01)
     wait_for((tmp_path / "step4").exists, process)
     kill(hosts, "host0")
     err = ended(process)
@@ -162,7 +163,45 @@ def test_a_run_needs_as_many_spare_hosts_as_its_config_says(
     script = tmp_path / "changed.py"
     text = SCRIPT.read_text().replace('"enabled": True', '"enabled": True, "spare_hosts": 2')
     script.write_text(text)
-    process = start([1, 1, 1], spare="host2", script=script)
+    process = start([1, 1, 1], ["", "", "spare"], script=script)
     _, err = process.communicate(timeout=on_busy_machines(120))
     assert process.returncode == 1
     assert "recovery.spare_hosts = 2: the launcher reaches 1; write `spare` after the slots" in err
+
+
+def test_a_group_whose_host_is_lost_is_left_out_and_comes_back(
+    hosts: Hosts, start: Start, tmp_path: Path
+) -> None:
+    """Two sites. The group of the second one has ranks on two hosts, and meets there."""
+    script = Path(__file__).parents[1] / "outer" / "groups.py"
+    outer = {"groups": 2, "steps": 2, "window_seconds": 100.0, "private_network": True}
+    adam = {"type": "AdamW", "params": {"lr": 1e-2}}
+    environ = {"OUTER": json.dumps(outer), "OPTIMIZER": json.dumps(adam), "STAGE": 1, "STEPS": 8}
+    process = start(
+        [2, 1, 1],
+        ["site=a", "site=b", "site=b"],
+        script,
+        **environ,
+        WAITS=1,
+        PAUSES=json.dumps({0: 0.1}),
+    )
+
+    def version(rank: int) -> int:
+        with contextlib.suppress(OSError, ValueError):
+            return int((tmp_path / f"version{rank}").read_text())
+        return 0
+
+    wait_for(lambda: version(0) >= 2 and version(3) >= 2, process)
+    kill(hosts, "host2")
+    err = ended(process)
+    assert "xds: host host2 was lost (the connection ended); ranks 0, 1 go on (generation 1)" in err
+    assert "group 1 is gone (host host2 was lost (the connection ended)): groups 0 have held" in err
+    assert "ranks 2, 3 are there again (generation 2)" in err
+    found = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(4)]
+    assert found[2]["started"] > 2 and found[3]["started"] > 2
+    # after the last meeting of both groups they have the same outer parameters
+    both = [
+        {version: digest for _, version, _, digest in found[rank]["history"]} for rank in (0, 2)
+    ]
+    newest = max(both[0].keys() & both[1].keys())
+    assert newest > 3 and both[0][newest] == both[1][newest]
