@@ -148,6 +148,7 @@ class LiveRecovery(Recovery):
         self._num_engines = 0  # that use the group
         self._target: RecoveryTarget | None = None
         self._committed: _Committed
+        self._random: KeptRandom | None = None  # the same as in `_committed`, once there is one
         self._num_calls = 0  # collective calls between steps; the last one may be running
         self._is_inside = False
         self._call: tuple[Any, ...] = ()  # its arguments
@@ -347,7 +348,8 @@ class LiveRecovery(Recovery):
 
     def _note(self, position: dict[str, int]) -> None:
         assert self._target is not None
-        counters, random = self._target.counters, KeptRandom(self._collectives.device)
+        counters = self._target.counters
+        self._random = random = KeptRandom(self._collectives.device, self._random)
         self._committed = _Committed(
             position, counters.micro_steps, counters.global_samples, random
         )

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 import sys
+from array import array
+from collections.abc import Sequence
 from typing import Any, final
 
 import torch
@@ -12,6 +15,7 @@ from ...ops.device import device_of
 from ...utils.errors import DamagedError
 
 NUMPY_NAME, NUMPY_WORDS, NUMPY_MAX_POSITION = "MT19937", 624, 624
+_NUMPY_BYTES = 4 * (NUMPY_WORDS + 1)  # words and position
 
 
 def read_random_state(device: torch.device) -> dict[str, Any]:
@@ -23,36 +27,60 @@ def read_random_state(device: torch.device) -> dict[str, Any]:
 class KeptRandom:
     """The same states as they are in this process, to go back to."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, former: KeptRandom | None = None) -> None:
+        """former: states of an earlier time, of which those that are the same are taken."""
         self._torch, self._python = torch.get_rng_state(), random.getstate()
-        self._kind = device.type
-        self._device = None if device.type == "cpu" else device_of(device).generator
-        self._of_device = None if self._device is None else self._device.get_state()
-        numpy = sys.modules.get("numpy")
-        self._numpy = None if numpy is None else numpy.random.get_state()
+        self._generator = None if device.type == "cpu" else device_of(device).generator
+        self._of_device = None if self._generator is None else self._generator.get_state()
+        self._type = device.type
+        self._numpy_words = _numpy_words()
+        self._numpy: Any = None
+        if former is not None and former._has_numpy(self._numpy_words):
+            self._numpy = former._numpy
+        elif "numpy" in sys.modules:
+            self._numpy = sys.modules["numpy"].random.get_state()
 
-    def state(self) -> dict[str, Any]:
-        """As tensors and JSON values."""
-        version, words, gauss = self._python
-        state: dict[str, Any] = {
-            "torch": self._torch,
-            "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
-        }
-        if self._device is not None:
-            state["devices"] = {self._kind: self._of_device}
-        if self._numpy is not None:
-            name, keys, position, has_gauss, cached = self._numpy
-            words = torch.tensor(keys.tolist())
-            state["numpy"] = {"name": name, "words": words, "rest": [position, has_gauss, cached]}
-        return state
+    def _has_numpy(self, words: bytes) -> bool:
+        """numpy's generator was the same. A second normal number does not change its words."""
+        return bool(words) and words == self._numpy_words and not self._numpy[3]
 
     def restore(self) -> None:
         torch.set_rng_state(self._torch)
         random.setstate(self._python)
-        if self._device is not None and self._of_device is not None:
-            self._device.set_state(self._of_device)
+        if self._generator is not None and self._of_device is not None:
+            self._generator.set_state(self._of_device)
         if self._numpy is not None:
             sys.modules["numpy"].random.set_state(self._numpy)
+
+    def state(self) -> dict[str, Any]:
+        """The states as tensors and JSON values."""
+        version, words, gauss = self._python
+        state: dict[str, Any] = {
+            "torch": self._torch,
+            "python": {"version": version, "words": _tensor_of(words), "gauss": gauss},
+        }
+        if self._of_device is not None:
+            state["devices"] = {self._type: self._of_device}
+        if self._numpy is not None:
+            name, keys, position, has_gauss, cached = self._numpy
+            words = _tensor_of(keys.tolist())
+            state["numpy"] = {"name": name, "words": words, "rest": [position, has_gauss, cached]}
+        return state
+
+
+def _tensor_of(words: Sequence[int]) -> torch.Tensor:
+    return torch.frombuffer(array("q", words), dtype=torch.int64)
+
+
+def _numpy_words() -> bytes:
+    """The memory of numpy's global generator, which is read in a hundredth of the time; b"": it has another."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return b""
+    generator = numpy.random.get_bit_generator()
+    if type(generator).__name__ != NUMPY_NAME:
+        return b""
+    return ctypes.string_at(generator.ctypes.state_address, _NUMPY_BYTES)
 
 
 def check_random_state(state: dict[str, Any], source: str) -> None:

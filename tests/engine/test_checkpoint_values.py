@@ -26,6 +26,7 @@ from xds.engine.checkpoint.imports.imported import Imported
 from xds.engine.checkpoint.imports.importing import import_checkpoint
 from xds.engine.checkpoint.io.reader import CheckpointReader
 from xds.engine.checkpoint.packing import pack, unpack
+from xds.engine.checkpoint.random_state import KeptRandom, read_random_state
 from xds.engine.checkpoint.tools.compare import differences
 from xds.launcher import checkpoint as command
 from xds.ops.weights.tensor_table import DTYPES, PAIRS
@@ -477,3 +478,28 @@ def test_deep_values_stop(recursion: int = 300) -> None:
         value = Namespace(inner=value)
     with pytest.raises(xds.UsageError, match="nested more than 100 levels"):
         back(value)
+
+
+def test_random_states_that_are_kept_step_by_step_are_those_of_their_time() -> None:
+    """Of numpy: nothing drawn, one number, the second of a pair that changes no word, and a new seed."""
+    draws = [
+        lambda: None,
+        numpy.random.rand,
+        numpy.random.randn,
+        numpy.random.randn,
+        lambda: None,
+        random.random,
+        lambda: numpy.random.seed(3),
+    ]
+    kept, former = [], None
+    for draw in draws:
+        draw()
+        former = KeptRandom(torch.device("cpu"), former)
+        kept.append((former, read_random_state(torch.device("cpu"))))
+    for state, wanted in kept:
+        state.restore()
+        found = read_random_state(torch.device("cpu"))
+        for key in ("words", "gauss", "rest"):
+            for name in ("python", "numpy"):
+                values = [each[name].get(key) for each in (found, wanted, state.state())]
+                assert str(values[0]) == str(values[1]) == str(values[2])
