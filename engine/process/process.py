@@ -18,7 +18,6 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from ...ops.device import device_of, device_type, has_backend, num_devices
 from ...ops.torch_internals import open_fake_group
-from ...ops.watch.store import Store, serve_store
 from ...utils.errors import PeerError, UsageError
 from ...utils.messages import write_stderr
 from .foreign_launcher import fill, place
@@ -193,6 +192,8 @@ def _store_of_set(told: Any, name: str, rank: int, timeout_seconds: float) -> An
 
     So ranks of one site meet inside it, however far away the launcher is.
     """
+    from ...ops.watch.store import Store, serve_store
+
     messages = Store(told, "sets", rank)
     if not rank:
         address = os.environ[_HOST_ADDRESS]

@@ -261,6 +261,7 @@ class _Head:
         self._start = None
         if start.deciding is not None:
             start.failures = start.deciding.counted(start.failures)
+            start.deciding = None  # closes its store, whose port the next start may need
         return start
 
     # -- recovery -----------------------------------------------------------------------------------------
