@@ -185,7 +185,7 @@ class LiveRecovery(Recovery):
         has_buddies = False
         if self._versions is not None:
             self._target.parts.updater.allocate_states()
-            self._begin_copies(self._versions, self._image(self._target).size_bytes)
+            self._begin_copies(self._versions, self._image(self._target))
             has_buddies = self._versions.has_buddy
         self._collectives.barrier()  # from here on every rank can recover
         with self._losses.opening(self._generation):
@@ -193,14 +193,14 @@ class LiveRecovery(Recovery):
         has_one_copy = self._versions is not None
         self._meeting.announce(num_least, has_one_copy=has_one_copy, has_buddies=has_buddies)
 
-    def _begin_copies(self, versions: Versions, size_bytes: int) -> None:
-        """Take the memory of all versions, and connect to the buddy."""
-        own = torch.tensor([versions.host, size_bytes])
+    def _begin_copies(self, versions: Versions, image: Image) -> None:
+        """Take the memory of all versions, and connect to the buddy. image: any of this rank."""
+        own = torch.tensor([versions.host, image.size_bytes, image.frozen_bytes])
         table = self._collectives.gather_small(own, what="hosts").tolist()
-        hosts, sizes_bytes = ([row[column] for row in table] for column in (0, 1))
+        hosts, sizes_bytes, frozen_bytes = map(list, zip(*table, strict=True))
         with agreeing(self._collectives, "recovery"):
             versions.drop_after(NONE)
-            versions.reserve(hosts, sizes_bytes)
+            versions.reserve(hosts, sizes_bytes, frozen_bytes)
         told = versions.tell(self._generation.number, hosts, ())
         versions.hear(hosts, all_gather_json(self._collectives, told, "addresses"))
 
@@ -372,8 +372,9 @@ class LiveRecovery(Recovery):
         # a save that runs has its own
         client_state = self._call[2] if self._call else target.states.client_state
         with self._loader.standing_at(self._committed.position):
-            random = None if self._versions is None else self._committed.random.state()
-            return Image(target.parts, target.counters, client_state, random)
+            keeps = self._versions is not None
+            random = self._committed.random.state() if keeps else None
+            return Image(target.parts, target.counters, client_state, random, splits=keeps)
 
     def _drop(self, target: RecoveryTarget) -> None:
         """Be where the last step has ended."""

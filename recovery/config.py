@@ -71,8 +71,9 @@ class Recovery(Section):
     )
     copies: Count = Field(
         1,
-        description="where ranks hold one copy of the states alone (stages 1 to 3 without "
-        "mics_shard_size), so many copies of the last two steps in shared memory; only 1 is built",
+        description="where ranks hold one copy of the states alone (stages 1 to 3 without mics_shard_size), 1 "
+        "keeps the last two steps in the shared memory of this host, and in that of the next one if there are "
+        "several; only 1 is built",
     )
     spare_hosts: Natural = Field(
         0,

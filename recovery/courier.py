@@ -17,14 +17,14 @@ import secrets
 import socket
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, final
 
 from ..utils.errors import PeerError, XdsError
 from ..utils.shared_file import SharedFile
-from .slots import Slots, files_of, versions_folder
+from .slots import SHARED, Slots, files_of, versions_folder
 
 PIECE_BYTES = 4 << 20  # received at a time
 _STALL_SECONDS = 30  # in which no byte of a version moves: the connection is opened again
@@ -61,6 +61,7 @@ class Courier:
         self._buddy: Address | None = None
         self._connection: socket.socket | None = None
         self._at_buddy: set[int] = set()
+        self._shared: set[str] = set()  # the names of such files there
         threading.Thread(target=self._accept, name="xds-courier", daemon=True).start()
 
     # -- of a generation --------------------------------------------------------------------------------
@@ -117,11 +118,12 @@ class Courier:
             try:
                 connection = self._connect()
                 if step not in self._at_buddy:
-                    self.sent_bytes += _send_version(connection, slots, step, parts)
+                    counts = slots.steps
+                    self.sent_bytes += _send_version(connection, counts, step, parts, self._shared)
                     answer = _read_frame(connection)
                     if "error" in answer:
                         raise XdsError(answer["error"])
-                    self._at_buddy = set(answer["steps"])
+                    self._take(answer)
                 return
             except (OSError, ValueError):
                 self._drop_connection()
@@ -137,8 +139,11 @@ class Courier:
                 self._connection = connection
                 if self._ended.is_set():
                     _shut(connection)
-            self._at_buddy = set(_read_frame(connection)["steps"])
+            self._take(_read_frame(connection))
         return self._connection
+
+    def _take(self, answer: dict[str, Any]) -> None:
+        self._at_buddy, self._shared = set(answer["steps"]), set(answer["shared"])
 
     def _drop_connection(self) -> None:
         with self._lock:
@@ -188,7 +193,8 @@ class Courier:
                 slots = Slots(versions_folder(int(asked["rank"])))
                 if "step" in asked:
                     step = int(asked["step"])
-                    _send_version(connection, slots, step, _open_version(slots, step, {}))
+                    parts = _open_version(slots, step, {})
+                    _send_version(connection, slots.steps, step, parts)
                 else:
                     self._keep(connection, slots)
             finally:
@@ -199,7 +205,7 @@ class Courier:
         """Write the versions that come, until the connection ends."""
         files: Files = {}
         while True:
-            _write_frame(connection, {"steps": slots.steps})
+            _write_frame(connection, {"steps": slots.steps, "shared": slots.shared()})
             _wait_at_most(connection, 0)  # the next one comes with the next step
             try:
                 _receive_version(connection, slots, files)
@@ -217,7 +223,8 @@ class Courier:
 # -- messages -----------------------------------------------------------------------------------------------
 #
 # frame      4 bytes of length, JSON
-# version    frame: its step, the steps that count beside it, names and lengths of its files; then their bytes
+# version    frame: its step, the steps that count beside it, its files: names, lengths, whether they travel;
+#            then their bytes
 
 
 def _call(address: Address, asked: dict[str, Any]) -> socket.socket:
@@ -277,14 +284,19 @@ def _open_version(slots: Slots, step: int, files: Files) -> list[tuple[str, memo
 
 
 def _send_version(
-    connection: socket.socket, slots: Slots, step: int, parts: Sequence[tuple[str, memoryview]]
+    connection: socket.socket,
+    counts: Sequence[int],
+    step: int,
+    parts: Sequence[tuple[str, memoryview]],
+    there: Collection[str] = (),
 ) -> int:
-    """Send a complete version. Returns its bytes."""
-    sizes = [(name, len(part)) for name, part in parts]
-    _write_frame(connection, {"step": step, "counts": slots.steps, "files": sizes})
-    for _, part in parts:
+    """Send a version. Returns its bytes. there: the names of files that the other side has."""
+    files = [(name, len(part), name not in there) for name, part in parts]
+    _write_frame(connection, {"step": step, "counts": counts, "files": files})
+    sent = [part for name, part in parts if name not in there]
+    for part in sent:
         connection.sendall(part)
-    return sum(len(part) for _, part in parts)
+    return sum(map(len, sent))
 
 
 def _receive_version(connection: socket.socket, slots: Slots, files: Files) -> None:
@@ -298,14 +310,20 @@ def _receive_version(connection: socket.socket, slots: Slots, files: Files) -> N
     _wait_at_most(connection, _STALL_SECONDS)
     slots.keep(set(head["counts"]) - {head["step"]})
     path = slots.begin()
-    names = [str(name) for name, _ in head["files"]]
+    names = [str(name) for name, _, _ in head["files"]]
     if any(Path(name).name != name for name in names):
         raise ValueError(f"names of files: {names}")
     for old in files_of(path):
         if old.name not in names:
             old.unlink()
-    for name, size in head["files"]:
-        _read(connection, _mapped(files, path / name).resized(size))
+            files.pop(old, None)
+    for name, size, travels in head["files"]:
+        if not name.startswith(SHARED):
+            _read(connection, _mapped(files, path / name).resized(size))
+            continue
+        if travels:
+            _read(connection, SharedFile(slots.begin_shared(path, name)).resized(size))
+        slots.share(path, name)
     slots.commit(path, head["step"])
 
 

@@ -6,7 +6,7 @@
 
 All names have the process id of the launcher on this host, which removes the folders when the run ends. Its
 guard process does so if the launcher is killed. A version is complete when its slot has the file `step`, which
-is removed first and written last.
+is removed first and written last. A file that both versions share has its content in its name, and is linked.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from typing import final
 _PREFIX = "xds-states-"
 NUM_SLOTS = 2
 NONE = -1  # instead of a step: there is no version
-_STEP, _PARTIAL = "step", "step.partial"
+SHARED = "shared-"  # names of files that versions share begin so
+_STEP, _PARTIAL = "step", ".partial"
 
 
 def _parent() -> Path:
@@ -86,8 +87,9 @@ class Slots:
 
     def commit(self, path: Path, step: int) -> None:
         """All files of the version of `step` are there."""
-        (path / _PARTIAL).write_text(str(step))
-        (path / _PARTIAL).rename(path / _STEP)
+        partial = path / f"{_STEP}{_PARTIAL}"
+        partial.write_text(str(step))
+        partial.rename(path / _STEP)
         self._steps[self.paths.index(path)] = step
 
     def keep(self, steps: Collection[int]) -> None:
@@ -95,6 +97,13 @@ class Slots:
         for number, step in enumerate(self._steps):
             if step not in steps:
                 self._drop(number)
+
+    def drop(self, path: Path) -> None:
+        """The version there is none, and another one must not share its files."""
+        self._drop(self.paths.index(path))
+        for each in files_of(path):
+            if each.name.startswith(SHARED):
+                each.unlink()
 
     def drop_after(self, step: int) -> None:
         """Versions after `step` are none any more."""
@@ -114,6 +123,43 @@ class Slots:
             finally:
                 os.close(descriptor)
 
+    # -- files that versions share ----------------------------------------------------------------------
+
+    def reserve_shared(self, size_bytes: int) -> None:
+        """Take the memory of a file that versions share. Raises OSError: there is too little."""
+        descriptor = os.open(self._reserved, os.O_WRONLY | os.O_CREAT, 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, size_bytes)
+        finally:
+            os.close(descriptor)
+
+    @property
+    def _reserved(self) -> Path:
+        return self.folder / "reserved"
+
+    def shared(self) -> list[str]:
+        """The names of whole files that a version may share."""
+        found = {each.name for path in self.paths for each in files_of(path)}
+        return sorted(name for name in found if name.startswith(SHARED))
+
+    def begin_shared(self, path: Path, name: str) -> Path:
+        """Where a new one of the version in `path` is written."""
+        partial = path / f"{name}{_PARTIAL}"
+        with suppress(FileNotFoundError):
+            self._reserved.rename(partial)
+        return partial
+
+    def share(self, path: Path, name: str) -> None:
+        """Let the version in `path` have this file, which was written now, or is that of the other version.
+
+        Raises OSError: there is none.
+        """
+        if (path / f"{name}{_PARTIAL}").exists():
+            (path / f"{name}{_PARTIAL}").rename(path / name)
+        if not (path / name).exists():
+            other = next(each for each in self.paths if each != path)
+            os.link(other / name, path / name)
+
     def remove(self) -> None:
         """No version is needed any more."""
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -121,7 +167,8 @@ class Slots:
 
 def files_of(path: Path) -> list[Path]:
     """The files of a version."""
-    return sorted(each for each in path.iterdir() if each.name not in (_STEP, _PARTIAL))
+    found = (each for each in path.iterdir() if not each.name.endswith(_PARTIAL))
+    return sorted(each for each in found if each.name != _STEP)
 
 
 def _step_in(path: Path) -> int:
@@ -134,6 +181,7 @@ def _step_in(path: Path) -> int:
 __all__ = [
     "NONE",
     "NUM_SLOTS",
+    "SHARED",
     "Slots",
     "all_folders",
     "files_of",

@@ -8,9 +8,10 @@ alone. So no other rank takes part.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import ExitStack, suppress
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, suppress
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from typing import Any, final
 
@@ -25,23 +26,45 @@ from ...zero.checkpoint.snapshot import Snapshot
 from ..counters import Counters
 from ..parts import Parts
 from .format import catalogue_of, dump
-from .io.checked_file import CheckedFiles
+from .io.checked_file import CheckedFile, CheckedFiles
 from .io.folders import MANIFEST, read_manifest
-from .io.tensor_file import chunk_bytes_of, image_bytes, matches, rewrite_tensors, word_sum
+from .io.tensor_file import (
+    TensorEntry,
+    chunk_bytes_of,
+    image_bytes,
+    matches,
+    rewrite_tensors,
+    word_sum,
+)
 from .load import prepare, read_files
 from .load_effect import set_engine, set_own
 from .load_plan import LoadOptions, LoadPlan
-from .manifest import new_manifest
-from .save import SaveOptions, add_own, buffer_sums, collect
+from .manifest import FileRecord, Manifest, new_manifest
+from .save import Content, SaveOptions, add_own, buffer_sums, collect
 
 MIN_CHUNK_BYTES = 256 << 10  # with a checksum each
+_SHARED = "shared_values"  # in the state of a manifest
 FILE = "rank_00000-00000000.safetensors"
 _MESSAGE_BYTES, _SENT = 16 << 20, "recovery"
 
 
 @final
+@dataclass(frozen=True)
+class SharedRecord:
+    """The file of the values that no step changes. sums: the `word_sum` of every `chunk_bytes` of it."""
+
+    path: str
+    size_bytes: int
+    chunk_bytes: int
+    sums: tuple[int, ...]
+
+
+@final
 class Image:
-    """What this rank holds between two steps. Masters and states are referenced, and all else is copied."""
+    """What this rank holds between two steps. Masters and states are referenced, and all else is copied.
+
+    frozen: the values that no step changes, if they are in a file of their own.
+    """
 
     @torch.no_grad()
     def __init__(
@@ -50,12 +73,18 @@ class Image:
         counters: Counters,
         client_state: Any,
         random: Mapping[str, Any] | None = None,
+        *,
+        splits: bool = False,
     ) -> None:
-        """Not collective. random: states of generators instead of those that they have now."""
+        """Not collective.
+
+        random: states of generators instead of those that they have now. splits: `frozen` is a file of its own.
+        """
         self.step = counters.global_steps
         self._stage = parts.config.zero_optimization.stage
         content = collect(parts, counters, client_state, SaveOptions(), is_alone=True)
         add_own(content, parts, counters, [buffer_sums(content.snapshot)], random)
+        self.frozen = _take_frozen(content) if splits else []
         # buffers of modules change in a forward, and values of the engine in a step
         changing = {
             f"value/{number}/0"
@@ -75,10 +104,17 @@ class Image:
         """Of the file of tensors."""
         return image_bytes(self._entries)
 
-    def write(self, folder: Path, file: SharedFile | None = None) -> None:
+    @property
+    def frozen_bytes(self) -> int:
+        """Of the file of `frozen`."""
+        return image_bytes(self.frozen) if self.frozen else 0
+
+    def write(
+        self, folder: Path, file: SharedFile | None = None, shared: SharedRecord | None = None
+    ) -> None:
         """Write it to the folder, in place of another one. In any thread, before masters or states change.
 
-        file: the one of tensors there, if it is mapped already.
+        file: the one of tensors there, if it is mapped already. shared: that of `frozen`, which is there.
 
         The manifest comes last. Without it the folder has no image.
         Raises OSError: it does not fit.
@@ -102,11 +138,63 @@ class Image:
             flats=tuple(snapshot.flats),
             files=(record,),
             holders=((0,),),
-            state=self._content.state,
+            state=self._content.state | ({} if shared is None else {_SHARED: asdict(shared)}),
         )
         partial_path = folder / f"{MANIFEST}.partial"
         partial_path.write_bytes(dump(manifest))
         partial_path.rename(manifest_path)
+
+
+def write_frozen(frozen: Sequence[TensorEntry], path: Path, name: str) -> SharedRecord:
+    """Write them to a new file, which will have this name. Raises OSError: it does not fit."""
+    size_bytes = image_bytes(frozen)
+    chunk_bytes = max(MIN_CHUNK_BYTES, chunk_bytes_of(size_bytes))
+    sums = rewrite_tensors(SharedFile(path), frozen, chunk_bytes)
+    return SharedRecord(name, size_bytes, chunk_bytes, sums)
+
+
+def record_of_frozen(path: Path) -> SharedRecord:
+    """The record of such a file that is there, as its bytes are. Raises OSError."""
+    memory = SharedFile(path).whole()
+    chunk_bytes = max(MIN_CHUNK_BYTES, chunk_bytes_of(len(memory)))
+    starts = range(0, len(memory), chunk_bytes)
+    sums = tuple(word_sum(memory[start : start + chunk_bytes]) for start in starts)
+    return SharedRecord(path.name, len(memory), chunk_bytes, sums)
+
+
+def _take_frozen(content: Content) -> list[TensorEntry]:
+    """Leave the values of frozen parameters out of the content. Those that are not plain memory stay."""
+    flats = content.snapshot.flats
+    numbers = {
+        block.flat
+        for block in content.snapshot.values
+        if flats[block.flat].kind == "param" and not flats[block.flat].trains and not block.blocks
+    }
+    names = {elements.tensor for elements in content.ranges if elements.flat in numbers}
+    taken = [entry for entry in content.entries if entry.name in names]
+    content.drop(numbers)
+    for number in numbers:
+        flats[number] = replace(flats[number], has_values=False)
+    return taken
+
+
+def _shared_of(manifest: Manifest) -> SharedRecord | None:
+    found = manifest.state.get(_SHARED)
+    return None if found is None else SharedRecord(**found | {"sums": tuple(found["sums"])})
+
+
+def _read_frozen(folder: Path, shared: SharedRecord, snapshot: Snapshot) -> None:
+    """Copy the values of frozen parameters from their file. Raises DamagedError."""
+    size_bytes, chunk_bytes, sums = shared.size_bytes, shared.chunk_bytes, shared.sums
+    record = FileRecord(shared.path, size_bytes, chunk_bytes, sums, (), (), None)
+    with (
+        ThreadPoolExecutor(1) as pool,
+        closing(CheckedFile(folder, record, pool, word_sum)) as file,
+    ):
+        for block in snapshot.values:
+            name = f"{block.key}/{block.flat}/{block.start}"
+            if name in file.table:
+                block.tensor.copy_(file.tensor(name).view(block.tensor.shape))
 
 
 def image_step(folder: Path) -> int | None:
@@ -115,6 +203,9 @@ def image_step(folder: Path) -> int | None:
         manifest = read_manifest(folder.parent, folder.name)
         record = manifest.files[0]
         if not matches(folder / FILE, record.size_bytes, record.chunk_bytes, record.crc32):
+            return None
+        shared = _shared_of(manifest)
+        if shared is not None and not matches(folder / shared.path, *astuple(shared)[1:]):
             return None
         return int(manifest.state["counters"]["global_steps"])
     except (DamagedError, OSError):
@@ -136,6 +227,9 @@ def read_image(parts: Parts, counters: Counters, folder: Path, *, also_random: b
         plan = LoadPlan(folder, manifest, snapshot, catalogue, restore, files)
         prepare(parts, counters, plan, [], options)
         set_engine(parts, counters, plan, options, undo)
+        shared = _shared_of(manifest)
+        if shared is not None:
+            _read_frozen(folder, shared, snapshot)
         restore.begin()
         read_files(plan, is_fresh=False)
         undo.pop_all()  # nothing below can fail
@@ -167,4 +261,13 @@ def receive_image(collectives: Collectives, peer: int, folder: Path) -> None:
         data.numpy().tofile(folder / name)
 
 
-__all__ = ["Image", "image_step", "read_image", "receive_image", "send_image"]
+__all__ = [
+    "Image",
+    "SharedRecord",
+    "image_step",
+    "read_image",
+    "receive_image",
+    "record_of_frozen",
+    "send_image",
+    "write_frozen",
+]

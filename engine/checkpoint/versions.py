@@ -9,6 +9,7 @@ several hosts. So when any rank has taken step 8, all have version 7; and when n
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
@@ -28,7 +29,9 @@ from ...recovery.courier import Courier, as_address
 from ...recovery.slots import (
     NONE,
     NUM_SLOTS,
+    SHARED,
     Slots,
+    files_of,
     own_host,
     ranks_with_versions,
     versions_folder,
@@ -36,7 +39,8 @@ from ...recovery.slots import (
 from ...utils.errors import XdsError
 from ...utils.shared_file import SharedFile
 from ...utils.sizes import size_text
-from .image import FILE, Image, image_step
+from .image import FILE, Image, SharedRecord, image_step, record_of_frozen, write_frozen
+from .io.tensor_file import TensorEntry, tensor_sums
 
 
 @final
@@ -51,6 +55,9 @@ class Versions:
         self._files = {path / FILE: SharedFile(path / FILE) for path in self._slots.paths}
         self._thread = ThreadPoolExecutor(1, "xds-versions")
         self._writing: tuple[Future[None], int] | None = None  # the step
+        self._frozen: tuple[tuple[int, ...], SharedRecord] | None = (
+            None  # sums of tensors, the file
+        )
         self._courier: Courier | None = None  # where there are several hosts
         self._has_buddy = False
         self._neighbours: list[int] = []  # the ranks of this host
@@ -70,24 +77,35 @@ class Versions:
     def find(self) -> None:
         """Take over what a former process of this rank has left. Reads every byte."""
         self._slots = Slots(versions_folder(self._rank))
-        self._slots.keep([step for step in map(image_step, self._slots.paths) if step is not None])
+        for path in self._slots.paths:
+            if image_step(path) is None:
+                self._slots.drop(path)
 
-    def reserve(self, hosts: Sequence[int], sizes_bytes: Sequence[int]) -> None:
-        """Take the memory of all versions now: of this rank and its guests. By rank: its host, its image.
+    def reserve(
+        self, hosts: Sequence[int], sizes_bytes: Sequence[int], frozen_bytes: Sequence[int]
+    ) -> None:
+        """Take the memory of all versions now: of this rank and its guests.
 
+        By rank: its host, the bytes of a version, those that both versions share.
         Raises XdsError: there is too little.
         """
         guests = guests_of(buddies_of(hosts), self._rank)
         for rank in (self._rank, *guests):
             try:
-                Slots(versions_folder(rank)).reserve(FILE, sizes_bytes[rank])
+                slots = Slots(versions_folder(rank))
+                slots.reserve(FILE, sizes_bytes[rank])
+                if frozen_bytes[rank]:
+                    slots.reserve_shared(frozen_bytes[rank])
             except OSError as error:
-                own = f"{size_text(sizes_bytes[self._rank])} each"
-                of_guests = [f"{NUM_SLOTS} of {size_text(sizes_bytes[guest])}" for guest in guests]
-                for_next = f", and for ranks of another host {', '.join(of_guests)}"
+                needs = [
+                    NUM_SLOTS * sizes_bytes[rank] + frozen_bytes[rank]
+                    for rank in (self._rank, *guests)
+                ]
+                for_guests = f", and {size_text(sum(needs[1:]))} for ranks of another host"
                 raise XdsError(
-                    f"recovery.enabled: each rank keeps {NUM_SLOTS} copies of its states, {own}"
-                    f"{for_next if guests else ''}, and {self._slots.folder.parent} has no memory for them "
+                    f"recovery.enabled: each rank keeps {NUM_SLOTS} copies of its states, "
+                    f"{size_text(needs[0])}{for_guests if guests else ''}, and "
+                    f"{self._slots.folder.parent} has no memory for them "
                     f"({error.strerror}): enlarge it (mount -o remount,size=), start fewer ranks on this host, "
                     "or set recovery.enabled to false"
                 ) from error
@@ -137,9 +155,25 @@ class Versions:
         self._writing = (self._thread.submit(self._write, image, self._slots.begin()), image.step)
 
     def _write(self, image: Image, path: Path) -> None:
-        image.write(path, self._files[path / FILE])
+        shared = self._share(image.frozen, path) if image.frozen else None
+        image.write(path, self._files[path / FILE], shared)
         self._slots.commit(path, image.step)
         self._send(image.step)
+
+    def _share(self, frozen: Sequence[TensorEntry], path: Path) -> SharedRecord:
+        """Let the version in `path` have these values, which are written if a script has changed them."""
+        sums = tensor_sums(frozen)
+        record = self._frozen[1] if self._frozen is not None and self._frozen[0] == sums else None
+        digest = hashlib.blake2b(repr(sums).encode(), digest_size=8).hexdigest()
+        name = f"{SHARED}{digest}"
+        if record is None and name not in self._slots.shared():
+            record = write_frozen(frozen, self._slots.begin_shared(path, name), name)
+        self._slots.share(path, name)
+        self._frozen = sums, record or record_of_frozen(path / name)
+        for old in files_of(path):
+            if old.name.startswith(SHARED) and old.name != name:
+                old.unlink()
+        return self._frozen[1]
 
     def _send(self, step: int) -> None:
         if self._courier is not None and self._has_buddy:

@@ -28,17 +28,18 @@ STEPS = 9
 
 
 class Net(nn.Module):
-    """Buffers of it differ between ranks, and its forward draws random numbers."""
+    """Buffers of it differ between ranks, its forward draws random numbers, and a layer of it is frozen."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(
             *(nn.Linear(6, 8), nn.Tanh(), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 3))
         )
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         die("forward")
-        return nn.functional.cross_entropy(self.layers(x).float(), y)
+        return nn.functional.cross_entropy(self.layers(self.frozen(x)).float(), y)
 
 
 class Numbered(torch.utils.data.Dataset):
@@ -93,8 +94,8 @@ def lose_host() -> None:
 def patch() -> None:
     write, update = image.rewrite_tensors, Updater.step
 
-    def torn(path, *args):
-        sums = write(path, *args)
+    def torn(file, *args):
+        sums, path = write(file, *args), file._path
         if dies("copy"):
             os.truncate(path, path.stat().st_size // 2)
             os.kill(os.getpid(), signal.SIGKILL)
@@ -168,6 +169,8 @@ def main() -> None:
                 data.taken.clear()
                 if engine.global_steps == 5:
                     engine.save_checkpoint(OUT / "saved")
+                if engine.global_steps == 2:  # new processes of the script have other values
+                    model.frozen.weight.data.mul_(2)
                 if engine.global_steps == STEPS:
                     break
         state = engine.full_state_dict(rank0_only=False)
@@ -186,6 +189,7 @@ def note(file, data: Numbered) -> None:
     }
     file.write(json.dumps(found) + "\n")
     file.flush()
+    time.sleep(float(os.environ.get("PAUSE", "0")))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from helpers import on_busy_machines
 from xds.recovery import courier, slots
 from xds.recovery.buddies import buddies_of, guests_of, newest_common, sources_of, steps_of
 from xds.recovery.courier import Courier
-from xds.recovery.slots import NONE, Slots
+from xds.recovery.slots import NONE, SHARED, Slots, files_of
 from xds.utils.errors import PeerError, XdsError
 
 
@@ -81,8 +81,15 @@ def pair(memory: Path) -> Iterator[list[Courier]]:
     server.close()
 
 
-def version(own: Slots, step: int, size: int = 3 << 20) -> None:
+def version(own: Slots, step: int, size: int = 3 << 20, shared: bytes = b"") -> None:
     path = own.begin()
+    for old in files_of(path):
+        old.unlink()
+    if shared:
+        name = f"{SHARED}{shared[0]}"
+        if name not in own.shared():
+            own.begin_shared(path, name).write_bytes(shared)
+        own.share(path, name)
     (path / "values").write_bytes(bytes([step]) * size)
     (path / "manifest.json").write_bytes(b"{}")
     own.commit(path, step)
@@ -123,13 +130,35 @@ def test_versions_travel_to_the_buddy_and_back(tmp_path: Path, pair: list[Courie
     assert (new.path_of(6) / "values").read_bytes() == bytes([6]) * 10
 
 
+def test_what_versions_share_travels_once(tmp_path: Path, pair: list[Courier]) -> None:
+    own, size = Slots(tmp_path / "own"), 1 << 20
+    sender, keeper = pair
+    Slots(slots.versions_folder(0)).reserve_shared(size)
+    sender.begin(keeper.address)
+    sent = []
+    for step, content in ((4, b"a"), (5, b"a"), (6, b"b"), (7, b"b")):
+        before = sender.sent_bytes
+        version(own, step, size=8, shared=content * size)
+        sender.send(step, own, {})
+        sent.append(sender.sent_bytes - before >= size)
+        kept = Slots(slots.versions_folder(0))
+        path = kept.path_of(step) / f"{SHARED}{content[0]}"
+        assert path.read_bytes() == content * size
+        assert path.stat().st_nlink == 1 + (step in (5, 7))  # in the memory of both versions once
+    assert sent == [True, False, True, False]
+    assert not (kept.folder / "reserved").exists() and kept.shared() == [f"{SHARED}{b'b'[0]}"]
+    new = Slots(tmp_path / "new")
+    sender.fetch(keeper.address, 7, new)
+    assert (new.path_of(7) / f"{SHARED}{b'b'[0]}").read_bytes() == b"b" * size
+
+
 def test_a_version_that_did_not_come_whole_is_none(tmp_path: Path, pair: list[Courier]) -> None:
     own = Slots(tmp_path / "own")
     version(own, 4)
     asked = {"generation": 3, "rank": 0}
     with courier._call(pair[1].address, asked) as connection:
-        assert courier._read_frame(connection) == {"steps": [NONE, NONE]}
-        head = {"step": 4, "counts": [4, NONE], "files": [("values", 100)]}
+        assert courier._read_frame(connection) == {"steps": [NONE, NONE], "shared": []}
+        head = {"step": 4, "counts": [4, NONE], "files": [("values", 100, True)]}
         courier._write_frame(connection, head)
         connection.sendall(b"x" * 99)
     path = slots.versions_folder(0) / "0" / "values"

@@ -188,6 +188,27 @@ def test_the_other_pipelines_run_the_micro_batches_of_a_lost_one(tmp_path: Path)
 # -- one copy of the states ---------------------------------------------------------------------------------
 
 
+def one_copy_config(config: dict) -> str:
+    """The config of the script of one copy, as JSON."""
+    config = {
+        **{"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2},
+        **{"optimizer": {"type": "AdamW", "params": {"lr": 0.01}}},
+        **{"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 20}}},
+        **{"recovery": {"enabled": True}, **config},
+    }
+    return json.dumps(config)
+
+
+def found_by(folder: Path, ranks: int) -> dict[int, dict]:
+    """What each rank found, by step and at the end."""
+    found = {}
+    for rank in range(ranks):
+        lines = (folder / f"rank{rank}.jsonl").read_text().splitlines()
+        records = map(json.loads, lines)  # what is taken again replaces what was taken before
+        found[rank] = {record.get("step", "end"): record for record in records}
+    return found
+
+
 def one_copy(
     folder: Path, config: dict, ranks: int, deaths: list, hosts: Sequence[int] = ()
 ) -> tuple[dict, str]:
@@ -196,13 +217,7 @@ def one_copy(
     hosts: by rank, the number of the host that it pretends to be on.
     """
     folder.mkdir()
-    config = {
-        **{"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2},
-        **{"optimizer": {"type": "AdamW", "params": {"lr": 0.01}}},
-        **{"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 20}}},
-        **{"recovery": {"enabled": True}, **config},
-    }
-    environ = {"OUT": str(folder), "DEATHS": json.dumps(deaths), "CONFIG": json.dumps(config)}
+    environ = {"OUT": str(folder), "DEATHS": json.dumps(deaths), "CONFIG": one_copy_config(config)}
     environ["HOSTS"] = json.dumps(hosts)
     words = ["--recover", "--nproc-per-node", str(ranks), "--log-dir", str(folder / "logs")]
     words += ["--spares", str(min(1, len(deaths))), str(SCRIPT.with_name("one_copy.py"))]
@@ -210,12 +225,7 @@ def one_copy(
     _, err = launcher.communicate(on_busy_machines(90))
     assert launcher.returncode == 0, err
     assert not list(Path("/dev/shm").glob(f"xds-states-{launcher.pid}-*"))
-    found = {}
-    for rank in range(ranks):
-        lines = (folder / f"rank{rank}.jsonl").read_text().splitlines()
-        records = map(json.loads, lines)  # what is taken again replaces what was taken before
-        found[rank] = {record.get("step", "end"): record for record in records}
-    return found, err
+    return found_by(folder, ranks), err
 
 
 @pytest.mark.parametrize(

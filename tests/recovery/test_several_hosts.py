@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import pytest
 import torch
 from helpers import on_busy_machines
 from real_hosts import Hosts, why_not
-from test_recovery import plain
+from test_recovery import found_by, one_copy_config, plain
 
 pytestmark = [
     pytest.mark.slow,
@@ -126,6 +127,35 @@ def test_a_spare_host_takes_the_ranks_of_the_first_one(
     check(tmp_path, [0, 1, 2], 60, 3)
     logs = list(hosts.cache("host2").glob("xds/runs/*/rank1.log"))
     assert logs, "rank 1 is on host2"
+
+
+def test_a_spare_host_gets_the_only_states_of_a_lost_one_from_the_next_host(
+    hosts: Hosts, start: Start, tmp_path: Path
+) -> None:
+    """Ranks 0 and 1 are lost with their memory; rank 2 is the buddy of both."""
+    config = one_copy_config({"zero_optimization": {"stage": 1}})
+    script = SCRIPT.with_name("one_copy.py")
+    found = {}
+    for name in ("whole", "lost"):
+        out = tmp_path / name
+        out.mkdir()
+        given = {"OUT": out, "CONFIG": config, "DEATHS": "[]"}
+        process = start([2, 1, 2], spare="host2", script=script, PAUSE=0.2, **given)
+        if name == "lost":
+            wait_for(lambda: '"step": 4' in text_of(tmp_path / "lost" / "rank0.jsonl"), process)
+            kill(hosts, "host0")
+            for path in hosts.left_files("host0"):  # its memory is lost as well
+                if "xds-states" in path:
+                    shutil.rmtree(path, ignore_errors=True)
+        err = ended(process)
+        found[name] = found_by(out, 3)
+    assert "xds: host host0 was lost (the connection ended); the other ranks wait for new" in err
+    assert "new processes of ranks 0, 1 take part (generation 1)" in err
+    assert found["lost"] == found["whole"]
+
+
+def text_of(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
 
 
 def test_a_host_that_was_cut_off_is_refused_by_name(

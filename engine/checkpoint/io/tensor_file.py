@@ -154,6 +154,11 @@ def rewrite_tensors(
     return tuple(map(_folded, totals))
 
 
+def tensor_sums(entries: Sequence[TensorEntry]) -> tuple[int, ...]:
+    """The `word_sum` of each part of the file of `entries`, which is not written."""
+    return tuple(map(word_sum, _pieces(entries)))
+
+
 def word_sum(view: bytearray | memoryview) -> int:
     """The sum of the 64-bit words of `view`, modulo 2^64 and then a prime below 2^32; zeros follow its end.
 
@@ -165,7 +170,7 @@ def word_sum(view: bytearray | memoryview) -> int:
 
 def _sum_of(piece: bytearray | memoryview) -> int:
     """Of so few words that torch takes no other thread."""
-    if len(piece) % 8:
+    if len(piece) % 8 or memoryview(piece).readonly:  # torch warns of such
         piece = bytearray(piece) + bytes(-len(piece) % 8)
     return int(torch.frombuffer(piece, dtype=torch.int64).sum()) if len(piece) else 0
 
