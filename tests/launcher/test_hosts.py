@@ -1,12 +1,17 @@
 """Hostfiles and filters in DeepSpeed's syntax, names treated as data; which hosts a start takes."""
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from xds.launcher.command_line.hosts import by_site, filter_hosts, first_hosts, read_hostfile
 from xds.launcher.job import Host, Restarts
+from xds.launcher.ranks.failure import Failure
+from xds.launcher.remote.deciding import Deciding, head_address
 from xds.launcher.remote.start import choose_hosts
+from xds.recovery.decider import End
 from xds.utils.errors import UsageError
 
 
@@ -269,3 +274,25 @@ def test_a_choice_fits_and_no_larger_number_would(slots, least, valid):
     assert all(1 <= ranks <= len(host.slots) for host, ranks in chosen)
     if chosen:
         assert total == max(n for n in valid if n <= sum(slots)) and len(chosen) >= least
+
+
+def test_where_hosts_reach_a_head_that_decides():
+    assert head_address({"a": "10.0.0.1", "b": "10.0.0.1"}, "") == "10.0.0.1"
+    assert head_address({"a": "10.0.0.1", "b": ""}, "10.9.9.9") == "10.9.9.9"
+    for seen, said in (
+        ({"a": "10.0.0.1", "b": "10.0.0.2"}, "a 10.0.0.1, b 10.0.0.2"),
+        ({"a": "10.0.0.1", "b": ""}, "a 10.0.0.1, b ?"),
+        ({"a": ""}, "a ?"),
+    ):
+        with pytest.raises(UsageError, match=f"at different addresses \\({re.escape(said)}\\)"):
+            head_address(seen, "")
+    with pytest.raises(UsageError, match="cannot listen at 192.0.2.1:0, where its hosts would"):
+        Deciding(THREE, [4, 2, 4], 0, "192.0.2.1:0", "key")
+    deciding = Deciding([*THREE[:2], Host("spare", (0, 1))], [4, 2], 0, "127.0.0.1:0", "key")
+    assert [place.ranks for place in deciding.decider.places] == [(0, 1, 2, 3), (4, 5), ()]
+    assert deciding.endpoint.startswith("127.0.0.1:") and not deciding.endpoint.endswith(":0")
+    deciding.take(1, {"kind": "ranks_stopped", "ranks": [4]})
+    deciding.take(1, {"kind": "rank_ended", "rank": 5, "attempt": 0, "code": 3})
+    assert deciding.look() == [End()]  # the ranks cannot recover yet
+    failures = [Failure(5, 1, 3, 0.0, host="worker-1"), Failure(5, 1, 3, 0.0, host="worker-0")]
+    assert deciding.counted(failures) == failures[:1]
