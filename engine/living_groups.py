@@ -591,7 +591,7 @@ class CalledGroups(Recovery):
 
 def _connection() -> Any:
     host, _, port = os.environ[LIGHTHOUSE].rpartition(":")
-    return dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False)  # type: ignore[attr-defined]
+    return dist.TCPStore(host.strip("[]"), int(port), is_master=False, wait_for_workers=False)  # type: ignore[attr-defined]
 
 
 def _slow(

@@ -16,7 +16,7 @@ from ..ops.watch.store import REPLY_SECONDS
 from ..recovery.generations import POLL_SECONDS, Generation, Meeting
 from .process.process import timeout_seconds
 
-_LOOK_SECONDS = 0.1
+_LOOK_SECONDS = 0.2
 
 
 @final

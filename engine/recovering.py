@@ -680,7 +680,7 @@ def _told(call: tuple[Any, ...]) -> Any:
 def _store_address() -> tuple[str, int]:
     """Host and port of the store of the launcher."""
     host, _, port = os.environ[LIGHTHOUSE].rpartition(":")
-    return host, int(port)
+    return host.strip("[]"), int(port)
 
 
 def _connection() -> Any:
