@@ -40,6 +40,7 @@ class Series:
     sizes: tuple[int, ...]
     zero: dict[str, Any]
     ranks: int = 2
+    outer: dict[str, Any] | None = None  # a step has a meeting then
 
     @property
     def has_experts(self) -> bool:
@@ -53,6 +54,7 @@ MICRO_BATCHES = (1, 4, 16, 64)
 MIXTURES = (1, 10, 100, 1000)
 EXPERTS = (4, 16, 128, 1024)
 OWN_UNITS = {"unit_min_numel": 0, "param_persistence_threshold": 0, "max_reuse_distance": 0}
+MEETS = {"groups": 2, "steps": 1, "bits": 8}
 
 
 def all_series() -> list[Series]:
@@ -91,6 +93,8 @@ def all_series() -> list[Series]:
         Series("frozen", "stage 2", BLOCKS, {"stage": 2, **OWN_UNITS}),
         Series("layers", "pipeline of 2", BLOCKS, {"stage": 1}),
         Series("layers' micro-batches", "pipeline of 2", MICRO_BATCHES, {"stage": 1}),
+        Series("units", "groups that meet", BLOCKS, {"stage": 2, **OWN_UNITS}, outer=MEETS),
+        Series("parameters", "groups that meet", PARAMETERS, {"stage": 2}, outer=MEETS),
         Series("plan", "stage 3", BLOCKS, {"stage": 3, **OWN_UNITS}, 1),
     ]
     return found
@@ -202,6 +206,8 @@ def config_of(series: Series, size: int) -> dict[str, Any]:
     }
     if series.has_experts:
         config["expert_parallel"] = {"enabled": True, "autoep_size": 2}
+    if series.outer is not None:
+        config["outer"] = series.outer
     if series.axis == "micro-batches":
         config["gradient_accumulation_steps"] = size
     if series.axis.startswith("layers"):

@@ -33,6 +33,7 @@ WIDTH = 4
 SMALLEST = 3
 EXPERTS = {"expert_parallel": {"enabled": True, "autoep_size": 2}}
 OWN_UNITS = {"unit_min_numel": 0, "param_persistence_threshold": 0, "max_reuse_distance": 0}
+MEETS = {"groups": 2, "steps": 2, "fragments": 2, "bits": 4}
 
 
 class Block(nn.Module):
@@ -175,6 +176,7 @@ CASES: dict[str, Callable[[int, Path], Counter[Line]]] = {
     "one unit of many blocks": partial(train, Deep, {"stage": 3}, {}),
     "one module of many parameters": partial(train, Wide, {"stage": 2}, {}),
     "many layers of experts": partial(train, Mixtures, {"stage": 2}, EXPERTS),
+    "groups that meet": partial(train, Deep, {"stage": 3, **OWN_UNITS}, {"outer": MEETS}),
     "a pipeline of many layers": train_pipeline,
 }
 

@@ -43,7 +43,7 @@ def train(folder: Path, kind: str, options: argparse.Namespace) -> None:
     import xds
 
     torch.set_num_threads(1)
-    rank, is_new = int(os.environ["RANK"]), "XDS_JOINS" in os.environ
+    rank = int(os.environ["RANK"])
     model, batches = trained_before("1M", options.seed, options.before), Batches(options.seed)
     optimizer = {"type": "Nesterov", "params": {"lr": 1.0, "momentum": 0.0}}
     outer = {"groups": GROUPS, "steps": options.every, "optimizer": optimizer}
@@ -58,7 +58,7 @@ def train(folder: Path, kind: str, options: argparse.Namespace) -> None:
         "log_level": "warning",
     }
     engine = xds.initialize(model, config)
-    fails_at = options.steps // 3
+    fails_at, is_new = options.steps // 3, engine.global_steps > 0
     while engine.global_steps < options.steps and not (folder / "done").exists():
         step = engine.global_steps
         begin_seconds = time.monotonic()

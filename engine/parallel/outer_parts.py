@@ -46,7 +46,7 @@ def outer_parts(
     found: list[list[OuterPart]] = [[] for _ in range(fragments)]
     for master in masters:
         parts = found[fragment_of(unit_of[id(master.params)], fragments)]
-        parts.append(_part_of(master, sum(part.numel for part in parts)))
+        parts.append(_part_of(master, parts[-1].place().stop if parts else 0))
     return found
 
 
