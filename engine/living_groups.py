@@ -92,6 +92,7 @@ class _Meeting:
     seconds: float = 0.0  # after the first try that was dropped
     taken: Any = None  # what the group with the newest outer parameters has told
     slow: dict[int, str] = field(default_factory=dict)
+    new: list[int] = field(default_factory=list)  # groups whose processes were new in it
     moved: dict[int, Tensor] = field(
         default_factory=dict
     )  # how outer parameters of other fragments changed
@@ -115,6 +116,7 @@ class _Found:
         self.came: dict[int, tuple[Tensor, Tensor | None]] = {}
         self.told: Any = None
         self.slow: dict[int, str] = {}
+        self.new: list[int] = []
 
     def keep(self, fragments: Sequence[Fragment], optimizer: OuterSgd) -> dict[int, Tensor]:
         """The try counts. Returns how the outer parameters of the fragments that do not meet have changed."""
@@ -320,9 +322,9 @@ class LivingGroups(HeldStates):
         else:  # in the other fragments this group keeps what it has learned since it was there last
             moved = {number: self._read(number).add_(by) for number, by in now.moved.items()}
             self._set({met: self._mixed(met, mix)} | moved)
-        self._report(trial, now.slow, now.seconds)
+        self._report(trial, now)
 
-    def _report(self, trial: Try, slow: dict[int, str], seconds: float) -> None:
+    def _report(self, trial: Try, now: _Meeting) -> None:
         gone, back = changes(self._members, trial.groups)
         self._members = trial.groups
         groups, living = ", ".join(map(str, trial.groups)), self._presence.newest().units
@@ -333,13 +335,18 @@ class LivingGroups(HeldStates):
             for group in gone
         ]
         texts += [f"group {group} is there again" for group in back]
-        texts += [f"group {each} is slow ({slow[each]})" for each in sorted({*slow} - self._slow)]
-        self._slow = {*slow}
+        texts += [
+            f"group {group} was gone ({lost.get(group, 'its ranks ended')}) and is there again"
+            for group in now.new
+            if group not in back
+        ]
+        texts += [f"group {each} is slow ({now.slow[each]})" for each in {*now.slow} - self._slow]
+        self._slow = {*now.slow}
         for text in texts:
             reason = f"{text}: groups {groups} have held meeting {trial.number}"
             if not self._rank and self.number == trial.groups[0]:
-                log.warning("%s, %.2f s later", reason, seconds)
-            self._engine.report.recovered(reason, {"stall": round(seconds, 6)})
+                log.warning("%s, %.2f s later", reason, now.seconds)
+            self._engine.report.recovered(reason, {"stall": round(now.seconds, 6)})
 
     # -- a meeting, possibly in the background ------------------------------------------------------------
 
@@ -363,7 +370,8 @@ class LivingGroups(HeldStates):
             if self._rounds.conclude(trial, is_done=found is not None):
                 assert found is not None
                 now.moved = found.keep(self._fragments, self._optimizer)
-                now.taken, now.slow, now.trial = found.told, found.slow, trial
+                now.taken, now.slow, now.new = found.told, found.slow, found.new
+                now.trial = trial
                 now.seconds = time.monotonic() - begun_seconds if begun_seconds else 0.0
                 return
             begun_seconds = begun_seconds or time.monotonic()
@@ -392,6 +400,11 @@ class LivingGroups(HeldStates):
             )
         source = versions.index(newest)
         found = _Found(self._fragments[number], now.grads.get(number), len(trial.groups))
+        found.new = [
+            group
+            for group, version in zip(trial.groups, versions, strict=True)
+            if version == NONE_YET
+        ]
         found.slow = _slow(trial.groups, versions, table[:, 2].tolist())
         for lacked in self._schedule.fragments_since(int(min(versions)), int(newest)):
             held, is_behind = self._fragments[lacked], self._version < newest

@@ -221,6 +221,8 @@ def test_new_processes_begin_with_the_outer_parameters(
     ranks = found(tmp_path, list(range(2 * num_ranks)))
     for place in range(num_ranks):
         check_agree(ranks[place::num_ranks])
+    texts = [each.text for each in read_run(str(tmp_path / "report")).failures]
+    assert any(text.startswith(f"group {lost} ") and "there again" in text for text in texts), texts
     new = ranks[lost * num_ranks]
     assert new["started"] > 5 and new["history"][0][1] > 2
 
