@@ -128,7 +128,7 @@ class LiveRecovery(Recovery):
         self._shard_ranks = config.recovery.shard_ranks(config.zero_optimization, groups.mesh)
         self._units = config.recovery.units(config.zero_optimization, groups.mesh)
         self._versions: Versions | None = None
-        if config.recovery.keeps_versions(config.zero_optimization):
+        if config.recovery.keeps_versions(config.zero_optimization, groups.mesh):
             self._versions = Versions(self._rank, _store_address())
         self._base = _connection()  # of groups
         self._fence: FencedStore  # torch keeps no reference to it
@@ -184,7 +184,7 @@ class LiveRecovery(Recovery):
         self._count_engines()
         has_buddies = False
         if self._versions is not None:
-            self._target.parts.updater.allocate_states()
+            self._target.parts.updater.allocate_states(also_on_host=True)
             self._begin_copies(self._versions, self._image(self._target))
             has_buddies = self._versions.has_buddy
         self._collectives.barrier()  # from here on every rank can recover
@@ -362,6 +362,7 @@ class LiveRecovery(Recovery):
         step = target.counters.global_steps
         if not versions.is_kept(step):
             self.before_vote()  # of the version before this one
+            target.parts.updater.wait()  # of updates on the host
             versions.begin(self._image(target))
         elif not versions.is_sent(step):
             self.before_vote()
@@ -389,6 +390,7 @@ class LiveRecovery(Recovery):
         """Take part in the newest generation, from the newest step on. Returns why, and the seconds it took."""
         target, begun_seconds = self._target, self._lost_seconds or time.monotonic()
         assert target is not None
+        target.parts.updater.wait()  # of updates on the host
         while True:
             if self._versions is not None:
                 self._versions.stop()

@@ -71,9 +71,9 @@ class Recovery(Section):
     )
     copies: Count = Field(
         1,
-        description="where ranks hold one copy of the states alone (stages 1 to 3 without mics_shard_size), 1 "
-        "keeps the last two steps in the shared memory of this host, and in that of the next one if there are "
-        "several; only 1 is built",
+        description="where all ranks together hold one copy of the states (stages 1 to 3 without "
+        "mics_shard_size), 1 keeps the last two steps in the shared memory of this host, and in that of the next "
+        "one if there are several; only 1 is built",
     )
     spare_hosts: Natural = Field(
         0,
@@ -97,21 +97,14 @@ class Recovery(Section):
         ):  # groups lose no steps: they are opened again only between themselves
             return
         zero = config.zero_optimization
-        has_host = zero.offload_optimizer.device != "none" or zero.offload_param.device != "none"
-        stages, cut_ranks = config.pipeline.stages, config.model_ranks // config.pipeline.stages
+        devices = (zero.offload_optimizer.device, zero.offload_param.device)
         packs, sampling = config.data_packing.tokens, config.data_efficiency.data_sampling
         refused = {
-            "tensor ranks x sequence ranks": (cut_ranks, cut_ranks > 1),
-            "pipeline.schedule": (
-                config.pipeline.schedule,
-                stages > 1 and config.pipeline.schedule not in SCHEDULES,
+            "zero_optimization.offload_optimizer, offload_param": ("nvme", "nvme" in devices),
+            "zero_optimization.offload_optimizer.super_offload": (
+                True,
+                zero.offload_optimizer.super_offload,
             ),
-            "pipeline.reduce": (
-                config.pipeline.reduce,
-                stages > 1 and config.pipeline.reduce == "micro_batch",
-            ),
-            "zero_optimization.stage of pipelines": (zero.stage, stages > 1 and zero.stage > 0),
-            "zero_optimization.offload_optimizer, offload_param": ("a host", has_host),
             "zero_optimization.zero_hpz_partition_size, zero_quantized_weights and _gradients": (
                 "ZeRO++",
                 zero.compresses,
@@ -137,6 +130,19 @@ class Recovery(Section):
                 config.dataloader_num_workers > 0,
             ),
         }
+        if (
+            zero.stage == 0 or zero.mics_shard_size > 0
+        ):  # units may be lost: others run their samples
+            stages, pipeline = config.pipeline.stages, config.pipeline
+            schedule, reduce = pipeline.schedule, pipeline.reduce
+            refused |= {
+                "pipeline.schedule": (schedule, stages > 1 and schedule not in SCHEDULES),
+                "pipeline.reduce": (reduce, stages > 1 and reduce == "micro_batch"),
+                "zero_optimization.stage of pipelines with mics_shard_size": (
+                    zero.stage,
+                    stages > 1 and zero.stage > 0,
+                ),
+            }
         for key, (value, is_refused) in refused.items():
             if is_refused:
                 report.complain(
@@ -151,15 +157,17 @@ class Recovery(Section):
             return 1
         return zero.mics_shard_size if zero.mics_shard_size > 0 else mesh.data * mesh.sequence
 
-    def keeps_versions(self, zero: Any) -> bool:
-        """Ranks hold one copy of the states alone, so each keeps versions of its part in shared memory."""
-        return self.enabled and zero.stage > 0 and zero.mics_shard_size <= 0
+    def keeps_versions(self, zero: Any, mesh: Mesh) -> bool:
+        """All ranks hold one copy of the states together, so each keeps versions of its part in memory."""
+        from .units import data_ranks_of_unit
+
+        return mesh.data // data_ranks_of_unit(mesh, self.shard_ranks(zero, mesh)) < 2
 
     def units(self, zero: Any, mesh: Mesh) -> list[tuple[int, ...]]:
         """The ranks of each unit. Where they keep versions a rank is one, together with its versions."""
         from .units import units_of
 
-        if self.keeps_versions(zero):
+        if self.keeps_versions(zero, mesh):
             return [(rank,) for rank in range(mesh.size)]
         return units_of(mesh, self.shard_ranks(zero, mesh))
 
@@ -178,19 +186,19 @@ class Recovery(Section):
         """What is wrong with the ranks at the start."""
         if not self.enabled:
             return []
-        num_units, least = len(self.units(zero, mesh)), max(2, self.min_units)
-        if num_units >= least:
-            return []
-        if num_units == 1 and mesh.size > 1 and zero.stage:
+        if mesh.size == 1:
             return [
-                f"zero_optimization.mics_shard_size = {zero.mics_shard_size} with recovery.enabled: all "
-                f"{mesh.size} ranks are one shard group; leave mics_shard_size out, so that each rank keeps "
-                "copies of its states, or set recovery.enabled to false"
+                "recovery.enabled = True: with one rank there is none that goes on; start at least 2 ranks, "
+                "or set it to false"
             ]
+        if self.keeps_versions(zero, mesh):
+            return []
+        num_units = len(self.units(zero, mesh))
+        if num_units >= self.min_units:
+            return []
         return [
             f"recovery.min_units = {shown(self.min_units)}: the run has {num_units} units (the smallest sets "
-            f"of ranks with the whole state), and recovery.enabled needs at least {least}; start more ranks, "
-            "or set recovery.enabled to false"
+            "of ranks with the whole state); start more ranks, or lower it"
         ]
 
 

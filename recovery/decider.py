@@ -190,6 +190,15 @@ class Decider:
         self.places[host].is_there = True
         self._tell(f"host {self.places[host].name} is there again")
 
+    def launcher_killed(self) -> None:
+        """Before the start, with one copy: new processes take all places of another launcher."""
+        self.lighthouse.take_over(len(self.host_of))
+        self._running.clear()
+        self._codes = dict.fromkeys(self.host_of, -int(signal.SIGKILL))
+        self._endings = dict.fromkeys(self.host_of, "the launcher was killed")
+        self._lost.update(self.host_of)
+        self._fill(sorted(self.host_of))
+
     def asked_to_end(self) -> None:
         """The user ends the run, or a rank has saved on request: from now on no place is filled."""
         self._is_over = True

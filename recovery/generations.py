@@ -115,6 +115,12 @@ class Lighthouse:
             self.generation = Generation(0, tuple(numbers))
         return True
 
+    def take_over(self, num_ranks: int) -> None:
+        """The launcher before this one was killed, and all ranks with it: each has left versions."""
+        self.units = [(rank,) for rank in range(num_ranks)]
+        self.min_units, self.has_one_copy = 1, True
+        self.generation = Generation(0, tuple(range(num_ranks)))
+
     def unit_of(self, rank: int) -> int:
         """The number of the unit of `rank`."""
         return next(number for number, ranks in enumerate(self.units) if rank in ranks)

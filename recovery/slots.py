@@ -36,6 +36,19 @@ def all_folders(launcher_pid: int) -> str:
     return str(_parent() / f"{_PREFIX}{launcher_pid}-*")
 
 
+def are_complete(launcher_pid: int) -> bool:
+    """A launcher on this host has left complete versions of all its ranks."""
+    folder = _parent() / f"{_PREFIX}{launcher_pid}-versions"
+    ranks = [Slots(path) for path in folder.glob("host*/rank*")]
+    return bool(ranks) and all(max(rank.steps) != NONE for rank in ranks)
+
+
+def take_over(launcher_pid: int) -> None:
+    """In a launcher: its ranks have the versions of the ranks of another one, which was killed."""
+    folder = _parent() / f"{_PREFIX}{launcher_pid}-versions"
+    folder.rename(_parent() / f"{_PREFIX}{os.getpid()}-versions")
+
+
 def new_folder() -> Path:
     """An empty folder, for a rank of the launcher."""
     return Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getppid()}-", dir=_parent()))
@@ -184,9 +197,11 @@ __all__ = [
     "SHARED",
     "Slots",
     "all_folders",
+    "are_complete",
     "files_of",
     "new_folder",
     "own_host",
     "ranks_with_versions",
+    "take_over",
     "versions_folder",
 ]

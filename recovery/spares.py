@@ -44,12 +44,27 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # from linux/prctl.h
 # -- in the fork server and in spares -----------------------------------------------------------------------
 
 
+# what a script may read to know which rank it is
+_OF_PLACE = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "CROSS_RANK", "XDS_JOINS")
+
+
 class _Waiting:
     """What a process keeps until it has its place. place: a descriptor, from which its variables are read."""
 
     def __init__(self, place: int) -> None:
-        self.place = place
+        self.place, self.pid = place, os.getpid()
         self.terminal = os.dup(1), os.dup(2)
+
+
+class _Unplaced(type(os.environ)):  # type: ignore[misc]
+    """The environment of a spare. Who asks it for the number of the rank waits until there is one."""
+
+    def __getitem__(self, key: str) -> str:
+        if key in _OF_PLACE:
+            take_place()  # this object has the class of other environments from then on
+            return os.environ[key]
+        value: str = super().__getitem__(key)
+        return value
 
 
 _waiting: _Waiting | None = None  # in a spare
@@ -109,12 +124,19 @@ def _wait_for_parent(launcher_pid: int) -> None:
         os._exit(1)
 
 
+def begin_script() -> None:
+    """In a spare: the script runs from now on. It waits for the place where it reads the number of its rank."""
+    os.environ.__class__ = _Unplaced
+
+
 def take_place() -> None:
     """In a spare: wait until a place is free, and be that rank from now on. The process ends if none comes."""
     global _waiting  # noqa: PLW0603 (one for the process)
+    if isinstance(os.environ, _Unplaced):
+        os.environ.__class__ = _Unplaced.__base__
     waiting, _waiting = _waiting, None
     os.environ.pop(_IS_SPARE, None)
-    if waiting is None:  # a process that the script has started
+    if waiting is None or waiting.pid != os.getpid():  # a process that the script has started
         return
     with open(waiting.place, "rb") as file:
         line = file.readline()
@@ -388,4 +410,4 @@ def _be_subreaper(*, is_on: bool) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(is_on), 0, 0, 0)
 
 
-__all__ = ["Forked", "Process", "Spares", "serve", "take_place"]
+__all__ = ["Forked", "Process", "Spares", "begin_script", "serve", "take_place"]

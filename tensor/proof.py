@@ -146,7 +146,7 @@ class Proof:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> None:
-        if not case.block.training:
+        if not case.block.training or case.group.was_reopened:
             return
         case.num_forwards += 1
         if case.num_forwards in ATTEMPTS and (case.run(args, kwargs) or case.is_last_attempt):
@@ -176,7 +176,7 @@ class _Case:
         self.block = block
         self._whole = whole
         self._sliced = sliced
-        self._group = group
+        self.group = group
         self._opened = opened
         self.num_forwards = 0  # in training
         self.is_region = False
@@ -202,7 +202,7 @@ class _Case:
         self._whole.eval()
         try:
             with _having(self.block, self.stand_ins), _having(self._whole, self.stand_ins):
-                with exactly(self._group.device):
+                with exactly(self.group.device):
                     done = self._compared(args, kwargs, as_proven)
                 if done is None:
                     done = self._compared(args, kwargs, lambda value: value)
@@ -246,8 +246,8 @@ class _Case:
             if not can_fail:
                 raise
         if can_fail:
-            said = torch.tensor([run is None], device=self._group.device).long()
-            if self._group.gather_small(said, what="the proof of slices").any():
+            said = torch.tensor([run is None], device=self.group.device).long()
+            if self.group.gather_small(said, what="the proof of slices").any():
                 return None
         return run
 
@@ -257,13 +257,13 @@ class _Case:
         is_finite = all(bool(out.isfinite().all()) for out in theirs.outputs[""])
         shows = all(grad is not None and bool(grad.any()) for grad in theirs.params.values())
         said = torch.tensor(
-            [bool(difference) and is_finite, not (is_finite and shows)], device=self._group.device
+            [bool(difference) and is_finite, not (is_finite and shows)], device=self.group.device
         )
-        table = self._group.gather_small(said.long(), what="the proof of slices")
+        table = self.group.gather_small(said.long(), what="the proof of slices")
         differs, is_open = table.any(0).tolist()
         if differs:
             raise UsageError(
-                f"tensor_parallel: {self._called} computes something else in {self._group.world_size} slices "
+                f"tensor_parallel: {self._called} computes something else in {self.group.world_size} slices "
                 f"than whole: {difference or 'another rank says where'}; correct tensor_parallel.plan, or "
                 "write one where the plan is the model's own"
             )
@@ -311,7 +311,7 @@ class _Case:
         *,
         rounds: bool = False,
     ) -> _Run:
-        device = self._group.device
+        device = self.group.device
         # the router of a mixture may draw in evaluation mode too: each run draws the same numbers
         with keeping_draws(device):
             torch.manual_seed(0)
@@ -325,7 +325,7 @@ class _Case:
                 raise  # no shapes that do not fit
             line = str(error).partition("\n")[0]
             raise UsageError(
-                f"tensor_parallel: {self._called} cannot run in {self._group.world_size} slices: {line}; "
+                f"tensor_parallel: {self._called} cannot run in {self.group.world_size} slices: {line}; "
                 "correct tensor_parallel.plan, or write one where the plan is the model's own"
             ) from error
 
@@ -342,7 +342,7 @@ class _Case:
         for name, param in self.block.named_parameters():
             boxes = self._sliced.slices.get(id(param))
             if boxes is not None:
-                part = taken(params[name].data, boxes[self._group.rank])
+                part = taken(params[name].data, boxes[self.group.rank])
                 sliced[name] = nn.Parameter(part, param.requires_grad)
         return sliced
 
@@ -357,7 +357,7 @@ class _Case:
         """The slices of all ranks."""
         outs = [mine.new_empty(box.shape) for box in boxes]
         parts = [mine.contiguous()] * len(outs)
-        self._group.all_to_all(outs, parts, what=f"slices of {self.name}", kind=KIND).wait()
+        self.group.all_to_all(outs, parts, what=f"slices of {self.name}", kind=KIND).wait()
         return outs
 
     def _of_copies(self, grad: Tensor, boxes: Boxes) -> Tensor:
@@ -365,9 +365,9 @@ class _Case:
         if len(set(boxes)) == len(boxes):
             return grad
         grads = self._of_all(grad, boxes)
-        return torch.stack(
-            [grads[rank] for rank in ranks_with_copies(boxes, self._group.rank)]
-        ).sum(0)
+        return torch.stack([grads[rank] for rank in ranks_with_copies(boxes, self.group.rank)]).sum(
+            0
+        )
 
     # -- the comparison ---------------------------------------------------------------------------------
 
@@ -411,11 +411,11 @@ class _Case:
     ) -> bool:
         boxes = self._sliced.slices.get(id(param))
         if boxes is not None:
-            part = taken(theirs, boxes[self._group.rank])
+            part = taken(theirs, boxes[self.group.rank])
             return _is_close(self._of_copies(mine, boxes), part, scale)
         if id(param) in self._sliced.partial:
             mine = mine.clone(memory_format=torch.contiguous_format)
-            self._group.all_reduce(mine, what="a proven gradient", kind=KIND).wait()
+            self.group.all_reduce(mine, what="a proven gradient", kind=KIND).wait()
         return _is_close(mine, theirs, scale)
 
 

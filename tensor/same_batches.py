@@ -45,8 +45,10 @@ class SameBatches:
 
     def _check(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._left -= 1
-        if self._left == 0:
+        if self._left == 0 or self._group.was_reopened:
             self.remove()
+        if self._group.was_reopened:
+            return
         sums = [checksum((args, kwargs)), self._state() if model.training and self._draws else 0]
         mine = torch.tensor(sums, device=self._group.device)
         numbers = self._group.gather_small(mine, what="checksums of the batches").tolist()

@@ -20,7 +20,7 @@ from torch import nn
 
 import xds
 
-UNIT = int(os.environ["RANK"])  # of a spare: the last one, until it has its place
+UNIT = -1  # until this process has its place: a spare would wait here for it
 STEPS = int(os.environ.get("STEPS", "60"))
 OUT = Path(os.environ["OUT"])
 PLAN = json.loads(os.environ.get("PLAN", "[]"))

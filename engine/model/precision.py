@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...experts.config import BIASES
+from ...ops.mesh import Mesh
 from ...utils.errors import UsageError
 from ...zero.layout.groups import Policy
 from ..config.config import Config
@@ -76,16 +77,23 @@ def policy_of(config: Config, splits: bool, stage: int, world_size: int) -> Poli
         accumulate=DTYPES[accumulate] if accumulate else None,
         communicate=DTYPES[sent] if sent else None,
     )
-    keeps_versions = config.recovery.keeps_versions(config.zero_optimization)
-    if config.recovery.enabled and config.outer is None and not keeps_versions:
-        units, num_parts = config.data_parallel_ranks, 0
-        if (
-            not policy.shards_optimizer
-        ):  # each data rank is a unit, and groups have the same ranks of each
-            num_parts = world_size // units * config.recovery.num_parts(units)
-        # ranks run unequal numbers of micro-batches later, and send one dtype all the same
-        policy = replace(policy, holds_grads=not policy.shards_grads, num_parts=num_parts)
+    if config.recovery.enabled and config.outer is None:
+        policy = _of_units(policy, config, world_size)
     return replace(_with_narrow_states(policy, config), splits_masters=splits)
+
+
+def _of_units(policy: Policy, config: Config, world_size: int) -> Policy:
+    """With what the units need that are left when one is lost."""
+    num_ranks, num_parts = config.data_parallel_ranks, 0
+    mesh = Mesh(pipe=1, data=num_ranks, sequence=config.sequence_parallel_size)
+    if config.recovery.keeps_versions(config.zero_optimization, mesh):
+        return policy
+    if (
+        not policy.shards_optimizer
+    ):  # each data rank is a unit, and groups have the same ranks of each
+        num_parts = world_size // num_ranks * config.recovery.num_parts(num_ranks)
+    # ranks run unequal numbers of micro-batches later, and send one dtype all the same
+    return replace(policy, holds_grads=not policy.shards_grads, num_parts=num_parts)
 
 
 def _with_narrow_states(policy: Policy, config: Config) -> Policy:

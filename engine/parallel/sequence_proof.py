@@ -22,11 +22,16 @@ class SequenceProof:
         self, model: nn.Module, group: Collectives, world: Collectives, dtype: torch.dtype | None
     ) -> None:
         """group, world: the ranks of a sequence, and all. dtype: in which heads are sent; None: their own."""
-        self.is_done = False
+        self._is_done = False
         self._model = model
         self._group = group
         self._world = world
         self._dtype = dtype
+
+    @property
+    def is_done(self) -> bool:
+        """Nothing is to be proven, or no more."""
+        return self._is_done or self._world.was_reopened
 
     def short(self, inputs: dict[str, Any], labels: str) -> dict[str, Any] | None:
         """The inputs of the proof; None: the batch of a rank has too few tokens. Sends 8 bytes to each rank.
@@ -52,7 +57,7 @@ class SequenceProof:
                 f"loss {found.item():.6f} with its tokens on several ranks, and {wanted.item():.6f} on one: "
                 "its attention has a mask of its own, or modules that need all tokens; set it to 1"
             )
-        self.is_done = True
+        self._is_done = True
 
     def _computes_in_16_bits(self) -> bool:
         params = list(self._model.parameters())

@@ -169,7 +169,9 @@ class PipelineLoop(Loop):
         if data_iter is not None:
             raise UsageError(NO_ITERATOR)
         done = engine.global_steps
-        while engine.global_steps == done:  # a step that is dropped begins again
+        while (
+            engine.global_steps <= done
+        ):  # one that is dropped, and one before it, are taken again
             with recovery:
                 recovery.begin_step()
                 if self._generation != recovery.generation:

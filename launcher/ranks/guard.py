@@ -2,6 +2,7 @@
 
     python -I -S guard.py      standard input: the process id of each rank, one per line; at a normal end "done"
                                "remove /dev/shm/name-*": folders to remove
+                               "keeper 12": the process that starts another launcher, and removes the folders
 
 The kernel kills a rank when its launcher is killed (see worker.py), but not the rank's child processes. So each
 launcher starts a guard process, in its own process group. The guard's standard input closes when the launcher
@@ -29,7 +30,7 @@ from typing import final
 HELPERS_SECONDS = 0.5  # time for trackers of shared memory to clean up after their rank has ended
 _GIVE_UP_SECONDS = 2.0
 _TICK_SECONDS = 0.02
-_DONE, _REMOVE = b"done\n", b"remove "
+_DONE, _REMOVE, _KEEPER = b"done\n", b"remove ", b"keeper "
 LAUNCHER_KILLED = (
     "xds: the launcher was killed, so all its ranks have ended; "
     "start the run again from its last checkpoint\n"
@@ -110,6 +111,10 @@ class Guard:
         """Add folders that outlive the ranks."""
         self._send(_REMOVE + os.fsencode(pattern) + b"\n")
 
+    def leave_to(self, keeper: int) -> None:
+        """If the launcher is killed and the process `keeper` is not, folders and words are left to that."""
+        self._send(_KEEPER + b"%d\n" % keeper)
+
     def __exit__(
         self,
         kind: type[BaseException] | None,
@@ -135,15 +140,22 @@ def main() -> None:
         signal.signal(signum, signal.SIG_IGN)
     ranks: dict[int, str] = {}
     patterns: list[str] = []
+    keeper: dict[int, str] = {}
     for line in sys.stdin.buffer:
         if line == _DONE:
             return
         if line.startswith(_REMOVE):
             patterns.append(os.fsdecode(line.removeprefix(_REMOVE).rstrip()))
             continue
+        if line.startswith(_KEEPER):
+            pid = int(line.removeprefix(_KEEPER))
+            keeper[pid] = started(pid)
+            continue
         pid = int(line)
         ranks[pid] = started(pid)
     end_sessions(still_ours(ranks), HELPERS_SECONDS)
+    if any(started(pid) == at and stat(pid)[0] not in "ZX" for pid, at in keeper.items()):
+        return
     _remove(patterns)
     if ranks:
         with contextlib.suppress(OSError):  # nobody reads

@@ -62,6 +62,12 @@ def run(job: Job, rendezvous: Rendezvous = _ONE_MACHINE, restarts: Restarts = _N
             "--recover on machines that each start xds: one of them has to decide for all; start xds once, "
             "with --hostfile and ssh"
         )
+    if job.recovers:
+        from .keeper import Keeper, is_possible
+
+        code = Keeper().run() if is_possible() else None
+        if code is not None:  # this is the keeper
+            return code
     order = Order(
         job,
         rendezvous,

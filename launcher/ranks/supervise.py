@@ -88,6 +88,8 @@ def supervise(
             from ...recovery.slots import all_folders
 
             guard.remove(all_folders(os.getpid()))
+            if not order.counts:  # on one machine
+                guard.leave_to(os.getppid())
         agent, workers = _agent(order, folder, stop, extra, line), Workers(guard)
         agent.start()
         _supervise(agent, workers, stop, on_failure)

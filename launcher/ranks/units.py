@@ -131,13 +131,15 @@ class Runner:
         """A rank runs."""
         return bool(self._running)
 
-    def begin(self) -> None:
-        """Start the ranks of this host, and its spares."""
+    def begin(self, *, starts: bool = True) -> None:
+        """Start the ranks of this host, if it `starts` them, and its spares."""
         from .elastic import WORKER
 
         job = self._order.job
         self._argv = [sys.executable, "-u", WORKER, job.kind, job.target, *job.args]
         for rank in [] if self._own is None else self._take_place(self._own, is_first=None):
+            if not starts:
+                continue
             process = subprocess.Popen(
                 self._argv, env=self._environment(rank), start_new_session=True
             )
@@ -333,6 +335,7 @@ class Units(HostUnits):
         from ...ops.watch.store import Store
         from ...recovery.decider import Decider, Place
         from ...recovery.generations import Lighthouse
+        from ...recovery.slots import are_complete
         from .rendezvous_store import serve
 
         order = self.order
@@ -346,8 +349,11 @@ class Units(HostUnits):
         runner = self._runner = Runner(
             *(order, self.folder, self._extra, num_ranks), queue.SimpleQueue()
         )
+        takes_over = are_complete(os.getpid())
+        if takes_over:
+            decider.launcher_killed()
         try:
-            runner.begin()
+            runner.begin(starts=not takes_over)
             self._follow(runner, decider)
         finally:
             runner.end()
@@ -355,9 +361,8 @@ class Units(HostUnits):
         self.failures = {rank: one for rank, one in runner.failures.items() if rank in failed}
 
     def _follow(self, runner: Runner, decider: Decider) -> None:
-        from ...recovery.decider import Fill, Kill, Tell
-
         now = time.monotonic()
+        self._do(runner, decider)  # of a launcher that takes over
         while not decider.is_done:
             found = runner.look(LOOK_FOR_NEW_SECONDS if decider.is_waiting else LOOK_SECONDS)
             if self._stop_asked.signum:
@@ -366,16 +371,21 @@ class Units(HostUnits):
                 tell_decider(decider, 0, event)
             before, now = now, time.monotonic()
             decider.look(now - before)
-            for command in decider.take_commands():
-                if isinstance(command, Tell):
-                    write_stderr(f"xds: {command.text}\n", self._stop_asked.is_requested)
-                elif isinstance(command, Fill):
-                    runner.fill(command)
-                elif isinstance(command, Kill):
-                    runner.kill(command.ranks)
-                else:
-                    self.is_ending = True
-                    runner.ask_to_end()
+            self._do(runner, decider)
+
+    def _do(self, runner: Runner, decider: Decider) -> None:
+        from ...recovery.decider import Fill, Kill, Tell
+
+        for command in decider.take_commands():
+            if isinstance(command, Tell):
+                write_stderr(f"xds: {command.text}\n", self._stop_asked.is_requested)
+            elif isinstance(command, Fill):
+                runner.fill(command)
+            elif isinstance(command, Kill):
+                runner.kill(command.ranks)
+            else:
+                self.is_ending = True
+                runner.ask_to_end()
 
 
 @final

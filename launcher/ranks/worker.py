@@ -95,6 +95,8 @@ def main() -> None:
     if files.prefix and not faulthandler.is_enabled():
         # the file stays open until this process ends
         faulthandler.enable(open(f"{files.prefix}.fault.txt", "w", opener=_for_user))
+    if is_spare:
+        spares.begin_script()
     outcome = _Outcome(files)
     # registered first, so it runs after all handlers of the script
     atexit.register(_at_exit, outcome)

@@ -80,6 +80,8 @@ class Collectives:
         self.device = backend.device
         self.rank = backend.rank
         self.world_size = backend.world_size
+        # some ranks may be new: what ranks send in their first forwards is over
+        self.was_reopened = False
         self.traffic = Traffic(self.world_size)
         self._members = None if part_of is None else part_of.ranks
         self.watch: Watch
@@ -107,6 +109,7 @@ class Collectives:
             opened: The collectives of that group, which nothing else uses.
         """
         self.replace_backend(opened.backend)
+        self.was_reopened = True
         self.group, self.rank = opened.backend.group, opened.backend.rank
         self.world_size = opened.backend.world_size
         self._members = opened._members

@@ -54,10 +54,7 @@ def main() -> None:
         "recovery": {"enabled": True},
         "report_folder": str(OUT / "report"),
     }
-    global RANK, GROUP  # noqa: PLW0603 (a spare has had those of the last rank)
     engine = xds.initialize(build().eval(), config)
-    RANK = int(os.environ["RANK"])
-    GROUP = RANK * OUTER["groups"] // int(os.environ["WORLD_SIZE"])
     mean, history, loop = LivingGroups._mean, [], engine._parts.outer
 
     def dies_in_mean(self, trial, now, meet):

@@ -17,7 +17,6 @@ from xds.engine.checkpoint import image
 from xds.engine.recovering import LiveRecovery
 from xds.recovery import courier
 from xds.recovery.slots import versions_folder
-from xds.recovery.spares import take_place
 from xds.zero.model.update import Updater
 
 RANK, OUT = int(os.environ["RANK"]), Path(os.environ["OUT"])
@@ -135,17 +134,14 @@ def patch() -> None:
 
 
 def main() -> None:
-    global engine, RANK  # noqa: PLW0603 (deaths ask for its step)
+    global engine  # noqa: PLW0603 (deaths ask for its step)
     if HOSTS:
-        take_place()  # the host is that of the rank
-        RANK = int(os.environ["RANK"])
         os.environ["GROUP_RANK"] = str(HOSTS[RANK])
         (OUT / f"pid{RANK}").write_text(str(os.getpid()))
     torch.manual_seed(0)
     model, data = Net(), Numbered()
     patch()
     engine = xds.initialize(model, CONFIG, training_data=data)
-    RANK = int(os.environ["RANK"])  # a spare has had the last one
     loops = CONFIG["zero_optimization"]["stage"] < 3
     with open(OUT / f"rank{RANK}.jsonl", "a") as file:
         while engine.global_steps < STEPS:

@@ -210,7 +210,12 @@ def found_by(folder: Path, ranks: int) -> dict[int, dict]:
 
 
 def one_copy(
-    folder: Path, config: dict, ranks: int, deaths: list, hosts: Sequence[int] = ()
+    folder: Path,
+    config: dict,
+    ranks: int,
+    deaths: list,
+    hosts: Sequence[int] = (),
+    script: str = "one_copy.py",
 ) -> tuple[dict, str]:
     """Run the script. Returns what each rank found, by step and at the end, and what the launcher said.
 
@@ -220,11 +225,12 @@ def one_copy(
     environ = {"OUT": str(folder), "DEATHS": json.dumps(deaths), "CONFIG": one_copy_config(config)}
     environ["HOSTS"] = json.dumps(hosts)
     words = ["--recover", "--nproc-per-node", str(ranks), "--log-dir", str(folder / "logs")]
-    words += ["--spares", str(min(1, len(deaths))), str(SCRIPT.with_name("one_copy.py"))]
+    words += ["--spares", str(min(1, len(deaths))), str(SCRIPT.with_name(script))]
     launcher = ForkedLauncher(words, folder, {**os.environ, **environ, "OMP_NUM_THREADS": "1"})
+    first = launcher_of(launcher)
     _, err = launcher.communicate(on_busy_machines(90))
     assert launcher.returncode == 0, err
-    assert not list(Path("/dev/shm").glob(f"xds-states-{launcher.pid}-*"))
+    assert not states_of(first)
     return found_by(folder, ranks), err
 
 
@@ -305,6 +311,154 @@ def test_two_hosts_next_to_each_other_are_too_many(tmp_path: Path) -> None:
     assert f"start the run again from its last checkpoint ({last})" in str(failure.value)
 
 
+SLICES = {
+    "tensor_parallel": {
+        "tp_size": 2,
+        "plan": {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"},
+    }
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "config", "deaths"),
+    [
+        pytest.param(2, SLICES, [[1, 3, "norm"], [0, 5, "forward"]], id="slices"),
+        pytest.param(
+            4,
+            {**SLICES, "zero_optimization": {"stage": 1}},
+            [[3, 3, "forward"], [0, 5, "updated"]],
+            id="slices at stage 1",
+        ),
+        pytest.param(
+            4,
+            {"pipeline": {"stages": 2}, "zero_optimization": {"stage": 2}},
+            [[2, 3, "norm"], [1, 5, "forward"]],
+            id="pipelines",
+        ),
+        pytest.param(
+            2,
+            {"zero_optimization": {"stage": 3, "param_persistence_threshold": 0}, "odd": True},
+            [[1, 3, "norm"], [0, 5, "forward"]],
+            id="weights that are used from outside",
+        ),
+        pytest.param(
+            2,
+            {
+                "zero_optimization": {
+                    "stage": 1,
+                    "offload_optimizer": {"device": "cpu", "overlap_step": True},
+                },
+                "bf16": {"enabled": True},
+            },
+            [[1, 2, "updated"], [0, 4, "forward"]],
+            id="states on the host",
+        ),
+        pytest.param(
+            2,
+            {
+                "zero_optimization": {
+                    "stage": 3,
+                    "offload_optimizer": {"device": "cpu"},
+                    "offload_param": {"device": "cpu"},
+                    "param_persistence_threshold": 0,
+                }
+            },
+            [[1, 3, "updated"], [0, 5, "forward"]],
+            id="parameters on the host",
+        ),
+    ],
+)
+def test_new_processes_know_what_forwards_of_the_others_have_found(
+    tmp_path: Path, ranks: int, config: dict, deaths: list
+) -> None:
+    wanted, _ = one_copy(tmp_path / "whole", config, ranks, [], script="blocks.py")
+    found, _ = one_copy(tmp_path / "killed", config, ranks, deaths, script="blocks.py")
+    assert found == wanted
+    for rank, _, where in deaths:
+        assert (tmp_path / "killed" / f"died.{rank}.{where}").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(SLICES, id="slices"),
+        pytest.param(
+            {
+                "odd": True,
+                "zero_optimization": {
+                    "stage": 3,
+                    "mics_shard_size": 2,
+                    "param_persistence_threshold": 0,
+                    "offload_optimizer": {"device": "cpu"},
+                },
+            },
+            id="shard groups",
+        ),
+    ],
+)
+def test_a_unit_of_two_ranks_comes_back(tmp_path: Path, config: dict) -> None:
+    """It has other micro-batches meanwhile, so the model has no dropout."""
+    config |= {"dropout": 0.0, "steps": 60, "waits": True}
+    wanted, _ = one_copy(tmp_path / "whole", config, 4, [], script="blocks.py")
+    found, err = one_copy(tmp_path / "killed", config, 4, [[3, 2, "forward"]], script="blocks.py")
+    assert "ranks 2, 3 are there again" in err
+    for rank in range(4):
+        values, ranks = (found[rank]["end"]["end"][key] for key in ("values", "ranks"))
+        assert ranks == [rank, 4]
+        for name, value in wanted[0]["end"]["end"]["values"].items():
+            torch.testing.assert_close(
+                torch.tensor(values[name]), torch.tensor(value), rtol=1e-4, atol=1e-5
+            )
+
+
+def states_of(launcher_pid: int) -> list[Path]:
+    """Folders of states in memory."""
+    return list(Path("/dev/shm").glob(f"xds-states-{launcher_pid}-*"))
+
+
+def launcher_of(keeper: ForkedLauncher) -> int:
+    """The process below `xds` that has the store."""
+    path = Path(f"/proc/{keeper.pid}/task/{keeper.pid}/children")
+    wait_for(lambda: bool(path.read_text().split()), 10)
+    return int(path.read_text().split()[0])
+
+
+@pytest.mark.slow
+def test_another_launcher_goes_on_with_the_versions_in_memory(tmp_path: Path) -> None:
+    config = {
+        "zero_optimization": {"stage": 2},
+        "recovery": {"enabled": True},
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "steps": 30,
+    }
+    ends = []
+    for number in range(2):
+        out = tmp_path / str(number)
+        out.mkdir()
+        environ = {"OUT": str(out), "CONFIG": json.dumps(config), "DEATHS": "[]"}
+        words = ["--recover", "--nproc-per-node", "2", "--log-dir", str(out / "logs")]
+        words.append(str(SCRIPT.with_name("blocks.py")))
+        keeper = ForkedLauncher(words, out, {**os.environ, **environ, "OMP_NUM_THREADS": "1"})
+        first = last = launcher_of(keeper)
+        if number:
+            wait_for_lines(out / "rank1.jsonl", 5)
+            os.kill(first, signal.SIGKILL)
+            wait_for(lambda: launcher_of(keeper) != first, 10)  # noqa: B023
+            last = launcher_of(keeper)
+        _, err = keeper.communicate(on_busy_machines(90))
+        assert keeper.returncode == 0, err
+        lines = [(out / f"rank{rank}.jsonl").read_text().splitlines() for rank in range(2)]
+        ends.append([each[-2:] for each in lines])
+        assert not states_of(first) and not states_of(last)
+    assert ends[0] == ends[1]
+    assert "xds: the launcher was ended by SIGKILL: another one starts, and new ranks" in err
+    repeated = [json.loads(line).get("step") for line in lines[0]]
+    assert len(repeated) - len(set(repeated)) <= 2  # the last step, and the one that ran
+
+
 def changed_run(folder: Path, stage: int, in_forward: str) -> ForkedLauncher:
     """Two ranks with one copy of the states, whose script does this in each forward."""
     script = folder / "changed.py"
@@ -341,10 +495,15 @@ def test_a_run_whose_versions_are_lost_ends_with_a_sentence(tmp_path: Path) -> N
 @pytest.mark.slow
 def test_nothing_is_left_in_memory_where_the_launcher_is_killed(tmp_path: Path) -> None:
     launcher = changed_run(tmp_path, 2, "import time; time.sleep(0.1)")
-    pattern = f"xds-states-{launcher.pid}-*/host0/rank*/*/step"
+    first = launcher_of(launcher)
+    pattern = f"xds-states-{first}-*/host0/rank*/*/step"
     wait_for(lambda: len(list(Path("/dev/shm").glob(pattern))) == 4, 60)
     launcher.send_signal(signal.SIGKILL)
-    wait_for(lambda: not list(Path("/dev/shm").glob(f"xds-states-{launcher.pid}-*")), 10)
+    wait_for(lambda: not states_of(first), 10)
+
+
+def wait_for_lines(path: Path, count: int) -> None:
+    wait_for(lambda: path.exists() and path.read_text().count("\n") > count, 60)
 
 
 def wait_for(holds: Callable[[], bool], seconds: float) -> None:

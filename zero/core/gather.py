@@ -281,15 +281,26 @@ class Gatherer:
         for unit in self._units:
             unit.clear_calls()
 
-    def register_use(self, used: Unit, user: Unit) -> None:
-        """Gather `used` for calls of `user` as well: for the running one and for all later ones."""
+    def register_use(self, used: Unit, user: Unit, *, is_found: bool = False) -> None:
+        """Gather `used` for calls of `user` as well: for the running one and for all later ones.
+
+        is_found: a forward has found that; user code has not declared it.
+        """
         if used is user or used in user.used_units:
             return
-        user.used_units[used] = None
+        user.used_units[used] = is_found
         used.is_used_by_others = True
         self.gather(used)
         if user in self.running:
             used.num_running_users += 1
+
+    def forget_found_uses(self) -> None:
+        """Forwards find again which units are used by others. Between two steps."""
+        for unit in self._units:
+            unit.used_units = {used: found for used, found in unit.used_units.items() if not found}
+        declared = {used for unit in self._units for used in unit.used_units}
+        for unit in self._units:
+            unit.is_used_by_others = unit in declared
 
     def after_grads(self, unit: Unit) -> None:
         """Drop `unit`: all its gradients have arrived, and backward has finished all its calls.

@@ -32,7 +32,8 @@ class Unit:
         is_running: one of its modules is being called; the end of another unit's call does not drop it.
         entry: the inner module that user code called directly and whose call is running.
         depth: the number of nested calls of `entry` by itself.
-        used_units: other units whose parameters the modules of this unit use as well; the values are None.
+        used_units: other units whose parameters the modules of this unit use as well -> a forward has found
+            that, and user code has not declared it.
         num_running_users: the number of running units that use the parameters of this unit.
         num_recomputes: calls that began in this backward (reentrant checkpoints).
         is_used_by_others: other units use its parameters, so only the end of backward ends its use.
@@ -51,7 +52,7 @@ class Unit:
     is_running: bool = False
     entry: nn.Module | None = None
     depth: int = 0
-    used_units: dict[Unit, None] = field(default_factory=dict)
+    used_units: dict[Unit, bool] = field(default_factory=dict)
     num_running_users: int = 0
     num_recomputes: int = 0
     is_used_by_others: bool = False

@@ -88,7 +88,8 @@ class ExternalParams(TorchFunctionMode):
             # even if it is gathered now: it may be dropped before backward
             if not _is_overridden(param):
                 running = self._gatherer.running
-                self._gatherer.register_use(unit, running[-1] if running else self._root)
+                user = running[-1] if running else self._root
+                self._gatherer.register_use(unit, user, is_found=True)
         return func(*args, **kwargs)
 
 

@@ -495,6 +495,9 @@ class ShardedModel:
             assert ranks == flat.layout.world_size or not flat.group.policy.shards_optimizer
             flat.layout.divide(ranks)
         self._replica_check.begin()
+        if self.gatherer is not None:  # ranks gather together, and new ones have found nothing yet
+            self.gatherer.forget_found_uses()
+            self._num_checked = dict.fromkeys(self._num_checked, 0)
 
     def detach(self) -> None:
         """Remove every hook from the user's model; its parameters stay in the flat buffers, gathered.

@@ -139,12 +139,12 @@ class Updater:
         if self._super_offload is not None:
             self._super_offload.expect(scale)
 
-    def allocate_states(self) -> None:
-        """Make the states that the first step would make, but for those on the host."""
+    def allocate_states(self, *, also_on_host: bool = False) -> None:
+        """Make the states that the first step would make on the device, or `also_on_host`."""
         if self._optimizer is None:  # the engine only infers
             return
-        on_device = [master for master in self.masters if not master.store.is_on_host]
-        for master in on_device:
+        made = [m for m in self.masters if also_on_host or not m.store.is_on_host]
+        for master in made:
             for item in master.items:
                 self._optimizer.make_states(item)
 
