@@ -72,8 +72,8 @@ class Recovery(Section):
     copies: Count = Field(
         1,
         description="where all ranks together hold one copy of the states (stages 1 to 3 without "
-        "mics_shard_size), 1 keeps the last two steps in the shared memory of this host, and in that of the next "
-        "one if there are several; only 1 is built",
+        "mics_shard_size), 1 keeps the last two steps in the shared memory of this host, and in that of the "
+        "next one if there are several; only 1 is built",
     )
     spare_hosts: Natural = Field(
         0,
