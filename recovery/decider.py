@@ -102,7 +102,7 @@ class Decider:
         self._codes: dict[int, int] = {}  # how its last process ended
         self._failed: set[int] = set()
         self._lost: set[int] = set()  # ranks without which the run goes on
-        self._owed: set[int] = (
+        self._without_host: set[int] = (
             set()
         )  # that were lost with their host: their places are filled on another one
         self._stopped: dict[int, float] = {}  # by rank: for how long it has been stopped
@@ -182,7 +182,7 @@ class Decider:
         elif self.lighthouse.has_one_copy:
             self._replace_host(host, ranks, ending)
         else:
-            self._owed.update(ranks)
+            self._without_host.update(ranks)
             self._lose_units(ranks, ending)
 
     def host_came(self, host: int) -> None:
@@ -348,12 +348,12 @@ class Decider:
         """Let new processes take the places of lost units, where there are spares or a host for them."""
         for unit, ranks in enumerate(self.lighthouse.units):
             is_lost = all(rank in self._lost and rank not in self._running for rank in ranks)
-            is_filled = self._has_spares or bool(self._owed.intersection(ranks))
+            is_filled = self._has_spares or bool(self._without_host.intersection(ranks))
             if not is_lost or not is_filled or self._misses.get(unit, 0) >= MOST_FAILURES:
                 continue
             away = {self.host_of[r] for r in ranks if not self.places[self.host_of[r]].is_there}
             if all(self._move(host) for host in away):
-                self._owed.difference_update(ranks)
+                self._without_host.difference_update(ranks)
                 self._fill(self.lighthouse.units[unit])
 
     def _move(self, host: int) -> bool:
