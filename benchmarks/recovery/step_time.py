@@ -2,6 +2,7 @@
 
     python benchmarks/recovery/step_time.py --pairs 4 --stage 2 --mics 2 --ranks 4
     python benchmarks/recovery/step_time.py --pairs 4 --stage 2 --rows 32    one copy of the states
+    python benchmarks/recovery/step_time.py --pairs 4 --stage 2 --rows 32 --hosts 2    and one on the next host
 
 Each turn is a run of its own. A figure is the ratio of the median steps of two neighbouring turns; the first
 steps do not count.
@@ -50,8 +51,12 @@ def main() -> None:
     )
     parser.add_argument("--stage", type=int, default=0)
     parser.add_argument("--mics", type=int, default=1)
+    parser.add_argument(
+        "--hosts", type=int, default=1, help="pretended on this machine: with a second copy"
+    )
     args = parser.parse_args()
     os.environ |= {"STAGE": str(args.stage), "MICS": str(args.mics), "WIDTH": str(args.width)}
+    os.environ["HOSTS"] = str(args.hosts)
     os.environ["ROWS"] = str(args.rows)
     folder = Path(tempfile.mkdtemp(prefix="step-time-"))
     turns = []

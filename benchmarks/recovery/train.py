@@ -1,8 +1,9 @@
 """A run that is killed: a small GPT on several ranks, with saves. Started by kills.py and step_time.py.
 
 Environment: STEPS, OUT (a folder: `unit3.jsonl` gets a line for each step, kill and end), RECOVERY (0: without
-the section), STAGE, MICS, PIPE, and PLAN (JSON: [{"number", "unit", "step", "phase", "signal", "world"}]). A
-kill comes at or after its step, once so many ranks are there, and the kill `after` (if any) has been.
+the section), STAGE, MICS, PIPE, HOSTS (so many are pretended on this machine), and PLAN (JSON: [{"number",
+"unit", "step", "phase", "signal", "world"}]). A kill comes at or after its step, once so many ranks are there,
+and the kill `after` (if any) has been.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ PLAN = json.loads(os.environ.get("PLAN", "[]"))
 SAVE_EVERY = int(os.environ.get("SAVE_EVERY", "10"))
 IS_WARM = "XDS_SPARE" in os.environ
 STAGE, MICS = int(os.environ.get("STAGE", "0")), int(os.environ.get("MICS", "1"))
-PIPE = int(os.environ.get("PIPE", "1"))
+PIPE, NUM_HOSTS = int(os.environ.get("PIPE", "1")), int(os.environ.get("HOSTS", "1"))
 WIDTH, TOKENS, VOCABULARY = int(os.environ.get("WIDTH", "64")), 32, 256
 
 
@@ -169,8 +170,19 @@ def train(engine: Any) -> Iterator[None]:
             yield
 
 
+def pretend_host() -> None:
+    """Be on one of several hosts with as many ranks each."""
+    if NUM_HOSTS > 1:
+        from xds.recovery.spares import take_place
+
+        take_place()  # the host is that of the rank
+        host = int(os.environ["RANK"]) * NUM_HOSTS // int(os.environ["WORLD_SIZE"])
+        os.environ["GROUP_RANK"] = str(host)
+
+
 def main() -> None:
     global engine, UNIT  # noqa: PLW0603 (the plan asks for its step)
+    pretend_host()
     torch.manual_seed(0)
     model = Gpt()
     if PLAN:

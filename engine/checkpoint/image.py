@@ -30,9 +30,9 @@ from .io.checked_file import CheckedFile, CheckedFiles
 from .io.folders import MANIFEST, read_manifest
 from .io.tensor_file import (
     TensorEntry,
-    chunk_bytes_of,
     image_bytes,
     matches,
+    memory_chunk_bytes,
     rewrite_tensors,
     word_sum,
 )
@@ -42,7 +42,6 @@ from .load_plan import LoadOptions, LoadPlan
 from .manifest import FileRecord, Manifest, new_manifest
 from .save import Content, SaveOptions, add_own, buffer_sums, collect
 
-MIN_CHUNK_BYTES = 256 << 10  # with a checksum each
 _SHARED = "shared_values"  # in the state of a manifest
 FILE = "rank_00000-00000000.safetensors"
 _MESSAGE_BYTES, _SENT = 16 << 20, "recovery"
@@ -122,12 +121,12 @@ class Image:
         snapshot, manifest_path = self._content.snapshot, folder / MANIFEST
         with suppress(FileNotFoundError):
             manifest_path.unlink()
-        chunk_bytes = max(MIN_CHUNK_BYTES, chunk_bytes_of(self.size_bytes))
-        sums = rewrite_tensors(file or SharedFile(folder / FILE), self._entries, chunk_bytes)
+        written = rewrite_tensors(file or SharedFile(folder / FILE), self._entries)
+        size_bytes, chunk_bytes, sums = written
         record = replace(
             self._content.part().file,
             path=FILE,
-            size_bytes=self.size_bytes,
+            size_bytes=size_bytes,
             chunk_bytes=chunk_bytes,
             crc32=sums,
         )
@@ -147,16 +146,13 @@ class Image:
 
 def write_frozen(frozen: Sequence[TensorEntry], path: Path, name: str) -> SharedRecord:
     """Write them to a new file, which will have this name. Raises OSError: it does not fit."""
-    size_bytes = image_bytes(frozen)
-    chunk_bytes = max(MIN_CHUNK_BYTES, chunk_bytes_of(size_bytes))
-    sums = rewrite_tensors(SharedFile(path), frozen, chunk_bytes)
-    return SharedRecord(name, size_bytes, chunk_bytes, sums)
+    return SharedRecord(name, *rewrite_tensors(SharedFile(path), frozen))
 
 
 def record_of_frozen(path: Path) -> SharedRecord:
     """The record of such a file that is there, as its bytes are. Raises OSError."""
     memory = SharedFile(path).whole()
-    chunk_bytes = max(MIN_CHUNK_BYTES, chunk_bytes_of(len(memory)))
+    chunk_bytes = memory_chunk_bytes(len(memory))
     starts = range(0, len(memory), chunk_bytes)
     sums = tuple(word_sum(memory[start : start + chunk_bytes]) for start in starts)
     return SharedRecord(path.name, len(memory), chunk_bytes, sums)

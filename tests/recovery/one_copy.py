@@ -27,14 +27,14 @@ STEPS = 9
 
 
 class Net(nn.Module):
-    """Buffers of it differ between ranks, its forward draws random numbers, and a layer of it is frozen."""
+    """Buffers differ between ranks, forwards draw random numbers, a layer is frozen, and one has two names."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(
             *(nn.Linear(6, 8), nn.Tanh(), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 3))
         )
-        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+        self.frozen, self.head = nn.Linear(6, 6).requires_grad_(False), self.layers[-1]
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         die("forward")

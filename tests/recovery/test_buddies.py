@@ -11,13 +11,17 @@ from itertools import combinations
 from pathlib import Path
 
 import pytest
+import safetensors.torch
+import torch
 from helpers import on_busy_machines
 
+from xds.engine.checkpoint.io.tensor_file import TensorEntry, matches, rewrite_tensors
 from xds.recovery import courier, slots
 from xds.recovery.buddies import buddies_of, guests_of, newest_common, sources_of, steps_of
 from xds.recovery.courier import Courier
 from xds.recovery.slots import NONE, SHARED, Slots, files_of
 from xds.utils.errors import PeerError, XdsError
+from xds.utils.shared_file import SharedFile
 
 
 @pytest.mark.parametrize(
@@ -226,3 +230,23 @@ def test_a_memory_that_is_full_is_named(
     pair[0].begin(pair[1].address)
     with pytest.raises(XdsError, match=r"cannot be written to .*rank0 on .*No space left"):
         pair[0].send(4, own, {})
+
+
+@pytest.mark.parametrize("numel", [1, 5, 32_768, 100_001])
+def test_sums_of_a_file_in_memory_find_a_wrong_bit_in_any_byte(tmp_path: Path, numel: int) -> None:
+    """The file becomes longer and shorter, and its length is no multiple of 8."""
+    file, path = SharedFile(tmp_path / "file"), tmp_path / "wrong"
+    for odd in (13, 1, 8):
+        entries = [
+            TensorEntry("values", torch.randn(numel), 0, numel),
+            TensorEntry("bytes", torch.arange(odd, dtype=torch.uint8), 0, odd),
+        ]
+        size, chunk, sums = rewrite_tensors(file, entries)
+        whole = (tmp_path / "file").read_bytes()
+        assert len(whole) == size and matches(tmp_path / "file", size, chunk, sums)
+        assert safetensors.torch.load(whole)["values"].equal(entries[0].tensor)
+        for place in (0, size // 2, size - 1):
+            wrong = bytearray(whole)
+            wrong[place] ^= 128
+            path.write_bytes(wrong)
+            assert not matches(path, size, chunk, sums)

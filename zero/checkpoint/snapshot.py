@@ -95,7 +95,9 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def _saved(layout: FlatLayout, *, trains: bool, dtype: torch.dtype) -> SavedFlat:
-    slots = tuple(replace(slot, name=plain(slot.name)) for slot in layout.slots)
+    slots = layout.slots
+    if any(COMPILED in slot.name for slot in slots):
+        slots = tuple(replace(slot, name=plain(slot.name)) for slot in slots)
     return SavedFlat("param", trains, name_of(dtype), layout.numel, slots)
 
 
@@ -150,7 +152,8 @@ class Snapshot:
         self.part_states: dict[int, list[tuple[str, str, SavedFlat]]] = {}
         self._add_flats()
         self._add_alone(module)
-        self._add_tied(module)
+        if not is_alone:  # nobody reads such values under other names
+            self._add_tied(module)
         self.held = list(self._find_held())
         self._add_states()
         self._add_part_tensors()

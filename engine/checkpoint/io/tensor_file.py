@@ -128,18 +128,19 @@ def copy_image(entries: Sequence[TensorEntry], memory: Tensor) -> None:
 
 
 def rewrite_tensors(
-    file: SharedFile, entries: Sequence[TensorEntry], chunk_bytes: int
-) -> tuple[int, ...]:
+    file: SharedFile, entries: Sequence[TensorEntry]
+) -> tuple[int, int, tuple[int, ...]]:
     """Write a safetensors file over another one in memory, in this thread alone.
 
-    Returns the `word_sum` of every `chunk_bytes` of it, a multiple of PIECE_BYTES.
+    Returns its length, that of its chunks, and the `word_sum` of each chunk.
     Raises OSError: it does not fit into the memory; a partial file may remain.
     """
-    memory = file.resized(image_bytes(entries))
+    header = _header(_in_order(entries))
+    memory = file.resized(len(header) + sum(entry.size_bytes for entry in entries))
     words = torch.frombuffer(memory, dtype=torch.int64, count=len(memory) // 8)
     sums: list[Tensor] = []
     offset = 0
-    for piece in _pieces(entries):
+    for piece in _pieces(entries, header):
         done = 0
         while done < len(piece):
             count = min(len(piece) - done, PIECE_BYTES - offset % PIECE_BYTES)
@@ -149,9 +150,15 @@ def rewrite_tensors(
                 sums.append(words[(offset - PIECE_BYTES) // 8 : offset // 8].sum())
     values = torch.stack(sums).tolist() if sums else []
     values.append(_sum_of(memory[offset - offset % PIECE_BYTES :]))
+    chunk_bytes = memory_chunk_bytes(offset)
     each = chunk_bytes // PIECE_BYTES
     totals = (sum(values[n : n + each]) for n in range(0, -(-offset // PIECE_BYTES), each))
-    return tuple(map(_folded, totals))
+    return offset, chunk_bytes, tuple(map(_folded, totals))
+
+
+def memory_chunk_bytes(size_bytes: int) -> int:
+    """`chunk_bytes_of` for files that `rewrite_tensors` writes: a multiple of PIECE_BYTES."""
+    return max(2 * PIECE_BYTES, chunk_bytes_of(size_bytes))
 
 
 def tensor_sums(entries: Sequence[TensorEntry]) -> tuple[int, ...]:
@@ -208,10 +215,10 @@ def _header(ordered: Sequence[TensorEntry]) -> bytes:
     return make_header((entry.name, entry.tensor.dtype, entry.shape) for entry in ordered)
 
 
-def _pieces(entries: Sequence[TensorEntry]) -> Iterator[memoryview]:
+def _pieces(entries: Sequence[TensorEntry], header: bytes | None = None) -> Iterator[memoryview]:
     """The file's bytes, in order. A view is valid until the next one is requested."""
     ordered = _in_order(entries)
-    yield memoryview(_header(ordered))
+    yield memoryview(header or _header(ordered))
     for entry in ordered:
         if entry.blocks is not None:
             for block in entry.blocks(entry.start, entry.stop):
