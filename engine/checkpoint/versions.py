@@ -10,13 +10,13 @@ several hosts. So when any rank has taken step 8, all have version 7; and when n
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as NotYet
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
+from ...ops.comm.threads import OrderedThreads, ThreadJob
 from ...recovery.buddies import (
     Held,
     buddies_of,
@@ -53,8 +53,9 @@ class Versions:
         self.host = own_host()
         self._slots = Slots(versions_folder(rank))  # of a former process: see `find`
         self._files = {path / FILE: SharedFile(path / FILE) for path in self._slots.paths}
-        self._thread = ThreadPoolExecutor(1, "xds-versions")
-        self._writing: tuple[Future[None], int] | None = None  # the step
+        # the interpreter does not wait for it at its end, when a buddy may have ended
+        self._thread = OrderedThreads("xds-versions")
+        self._writing: tuple[ThreadJob, int] | None = None  # the step
         self._frozen: tuple[tuple[int, ...], SharedRecord] | None = (
             None  # sums of tensors, the file
         )
@@ -152,7 +153,10 @@ class Versions:
     def begin(self, image: Image) -> None:
         """Start to write a version over the older one. Masters and states must not change before `complete`."""
         assert self._writing is None
-        self._writing = (self._thread.submit(self._write, image, self._slots.begin()), image.step)
+        self._run(partial(self._write, image, self._slots.begin()), image.step)
+
+    def _run(self, job: Callable[[], None], step: int) -> None:
+        self._writing = self._thread.add(self._rank, job), step
 
     def _write(self, image: Image, path: Path) -> None:
         shared = self._share(image.frozen, path) if image.frozen else None
@@ -182,7 +186,7 @@ class Versions:
     def begin_sending(self, step: int) -> None:
         """Send a version that is complete here, but not in the memory of the buddy."""
         assert self._writing is None
-        self._writing = (self._thread.submit(self._send, step), step)
+        self._run(partial(self._send, step), step)
 
     def complete(self, seconds: float) -> bool:
         """Whether the version that is being written is complete within `seconds`, here and in the next memory.
@@ -191,20 +195,17 @@ class Versions:
         """
         if self._writing is None:
             return True
-        try:
-            self._writing[0].result(seconds)
-        except NotYet:
+        job = self._writing[0]
+        if not job.wait(seconds):
             return False
+        self._writing = None
+        try:
+            job.join()
         except OSError as error:
-            self._writing = None
             raise XdsError(
                 f"recovery.enabled: the copy of the states in {self._slots.folder} cannot be written "
                 f"({error.strerror}): free memory there, or set recovery.enabled to false"
             ) from error
-        except BaseException:
-            self._writing = None
-            raise
-        self._writing = None
         return True
 
     def stop(self) -> None:
@@ -248,7 +249,6 @@ class Versions:
             self.stop()
         if self._courier is not None:
             self._courier.close()
-        self._thread.shutdown()
         self._slots.remove()
 
 
