@@ -150,8 +150,9 @@ def run(out: Path, layout: Layout, plan: list[dict[str, Any]], steps: int, kill_
         return Run("hang", records(out))
     found = records(out)
     left = [pid for pid in pids(found) if is_alive(pid)]
+    left += [path.name for path in Path("/dev/shm").glob(f"xds-states-{process.pid}-*")]
     problem = f"exit code {process.returncode}" if process.returncode else ""
-    return Run(problem or (f"processes left: {left}" if left else ""), found)
+    return Run(problem or (f"processes or files left: {left}" if left else ""), found)
 
 
 def kill_launcher(out: Path, process: subprocess.Popen[bytes]) -> Run:
@@ -361,7 +362,6 @@ def options() -> argparse.Namespace:
 def main() -> None:
     args = options()
     folder = Path(tempfile.mkdtemp(prefix="kills-"))
-    shared = {path.name for path in Path("/dev/shm").iterdir()}
     names = args.layout or list(LAYOUTS)
     references: dict[str, list[Any]] = {}
     random_, figures, number = random.Random(args.seed), Figures(), 0
@@ -385,9 +385,6 @@ def main() -> None:
         elif not args.keep:
             shutil.rmtree(out)
         result = figures.as_dict()
-        # only names of this benchmark's launchers: others may run beside it
-        left = {path.name for path in Path("/dev/shm").glob("xds-states-*")} - shared
-        result["files left in shared memory"] = len(left)
         result["minutes"] = round((time.monotonic() - began) / 60, 1)
         if args.json:
             Path(args.json).write_text(json.dumps(result, indent=2) + "\n")
