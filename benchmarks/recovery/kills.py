@@ -96,16 +96,18 @@ def plan_of(
         entry = {"number": len(plan), "unit": random_.choice(unit), "step": step, "phase": phase}
         plan.append({**entry, "signal": name, **more})
 
+    last: int | None = None
     while step < steps - 10:
         # where several units have all states: when all are there, so that one is left
         world = {} if layout.has_one_copy else {"world": layout.ranks}
         first = random_.choice(units)
-        add(first, random_.choice(phases), **world)
+        add(first, random_.choice(phases), after=last, is_second=False, **world)
+        last = len(plan) - 1
         others = [unit for unit in units if unit != first]
         if random_.random() < 0.25 and (layout.has_one_copy or len(others) > 1):
             phase = random_.choice(PHASES if random_.random() < 0.4 else WHILE_RECOVERING)
             more = {"world": layout.ranks - len(first)} if world else {}
-            add(random_.choice(others), phase, after=len(plan) - 1, **more)
+            add(random_.choice(others), phase, after=last, is_second=True, **more)
         step += random_.randint(every // 2, every * 3 // 2)
     return plan
 
@@ -171,8 +173,8 @@ def kill_launcher(out: Path, process: subprocess.Popen[bytes]) -> Run:
 
 def kill_outside(out: Path, entry: dict[str, Any]) -> bool:
     """Kill the unit at a random instant once it has done the step. Returns whether it did."""
-    after = entry.get("after")
-    if after is not None and not (out / f"done{after}").exists():
+    done = None if entry["after"] is None else out / f"done{entry['after']}"
+    if done is not None and not done.exists():
         return False
     path = out / f"unit{entry['unit']}.jsonl"
     text = path.read_text() if path.exists() else ""
@@ -184,13 +186,17 @@ def kill_outside(out: Path, entry: dict[str, Any]) -> bool:
     is_new = steps[-1]["seconds"] < starts[-1]["seconds"]  # it has taken no step yet
     if is_new or steps[-1]["world"] < entry.get("world", 0):
         return False
+    before = -2 if done is None else int(done.read_text() or -2)
+    generation = steps[-1]["generation"]
+    if (generation > before + 1) if entry["is_second"] else (generation <= before):
+        return False
     time.sleep(random.random() * 0.03)
     name = "SIGKILL" if entry["signal"] == "exception" else entry["signal"]
     record = {"seconds": time.time(), "kill": "outside", "unit": entry["unit"], "how": name}
     with open(out / "outside.jsonl", "a") as file:
-        file.write(json.dumps({**record, "generation": steps[-1]["generation"]}) + "\n")
+        file.write(json.dumps({**record, "generation": generation}) + "\n")
     os.kill(starts[-1]["start"], getattr(signal, name))
-    (out / f"done{entry['number']}").touch()
+    (out / f"done{entry['number']}").write_text(str(generation))
     return True
 
 

@@ -27,6 +27,7 @@ from typing import Any
 WIDTH, TOKENS, VOCABULARY = 64, 32, 256
 NUM_FIRST = 20  # steps that do not count
 LIMIT_SECONDS = 120.0
+SPARE_SECONDS = float(os.environ.get("SPARE_SECONDS", "8"))  # to import, and then to wait
 
 
 def replica(number: int, port: int, out: Path, rows: int) -> None:
@@ -135,7 +136,7 @@ def wait_until_all_train(out: Path, count: int, since: float = 0.0) -> None:
     raise TimeoutError(f"not all replicas train: {out}")
 
 
-def main() -> None:
+def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=6)
     parser.add_argument("--replicas", type=int, default=2)
@@ -145,7 +146,39 @@ def main() -> None:
     parser.add_argument("--replica", type=int, default=-1, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def kill_once(
+    args: argparse.Namespace, port: int, out: Path, processes: list[subprocess.Popen[str]]
+) -> tuple[float, float]:
+    """Seconds from a kill to the next commit of another replica, and to the first of its new process."""
+    number = random.randrange(args.replicas)
+    new = start(args, number, port, out) if args.warm else None
+    try:
+        wait_until_all_train(out, args.replicas)
+        time.sleep(SPARE_SECONDS if args.warm else 2.0)
+        time.sleep(random.random() * 0.1)
+        at = time.time()
+        processes[number].send_signal(signal.SIGKILL)
+        processes[number].wait()
+        new = new or start(args, number, port, out)
+        give_place(new)
+        wait_until_all_train(out, args.replicas, since=at)
+        processes[number], new = new, None
+    finally:
+        if new is not None:
+            new.kill()
+            new.wait()
+    found = [line for other in range(args.replicas) for line in lines_of(out, other)]
+    later = [line for line in found if "step" in line and line["seconds"] > at]
+    without = [line["seconds"] for line in later if line["world"] < args.replicas]
+    own = [line["seconds"] for line in lines_of(out, number) if "step" in line]
+    return min(without) - at, min(seconds for seconds in own if seconds > at) - at
+
+
+def main() -> None:
+    args = options()
     if args.replica >= 0:
         replica(args.replica, args.port, args.out, args.rows)
         return
@@ -160,39 +193,17 @@ def main() -> None:
     port = int(lighthouse.address().rpartition(":")[2])
     out, count = Path(tempfile.mkdtemp(prefix="torchft-")), args.replicas
     processes = [start(args, number, port, out) for number in range(count)]
-    spares: list[subprocess.Popen[str]] = []
     for process in processes:
         give_place(process)
-    survivors, new = [], []
+    waited = []
     try:
         for _ in range(args.kills):
-            number = random.randrange(count)
-            spares = [start(args, number, port, out)] if args.warm else []
-            wait_until_all_train(out, count)
-            time.sleep(8.0 if args.warm else 2.0)  # the spare imports, and waits
-            time.sleep(random.random() * 0.1)
-            at = time.time()
-            processes[number].send_signal(signal.SIGKILL)
-            processes[number].wait()
-            processes[number] = spares.pop() if spares else start(args, number, port, out)
-            give_place(processes[number])
-            wait_until_all_train(out, count, since=at)
-            others = [
-                line["seconds"] - at
-                for other in range(count)
-                if other != number
-                for line in lines_of(out, other)
-                if line["seconds"] > at and line.get("world", count) < count
-            ]
-            if others:
-                survivors.append(min(others))
-            own = [line["seconds"] - at for line in lines_of(out, number) if "step" in line]
-            new.append(min(seconds for seconds in own if seconds > 0))
+            waited.append(kill_once(args, port, out, processes))
         if not args.kills:
             wait_until_all_train(out, count)
             time.sleep(30.0)
     finally:
-        for process in [*processes, *spares]:
+        for process in processes:
             process.kill()
             process.wait()
         lighthouse.shutdown()
@@ -200,10 +211,10 @@ def main() -> None:
     wall = statistics.median(b["seconds"] - a["seconds"] for a, b in pairwise(rows))
     cpu = statistics.median(b["cpu"] - a["cpu"] for a, b in pairwise(rows))
     print(f"step {1000 * wall:.1f} ms, {1000 * cpu:.1f} ms of the processor")
-    for name, seconds in (("survivors' next commit", survivors), ("new process's first", new)):
-        if seconds:
-            listed = ", ".join(f"{each:.2f}" for each in sorted(seconds))
-            print(f"{name}: p50 {statistics.median(seconds):.2f} s ({listed})")
+    names = ("survivors' next commit", "new process's first")
+    for name, seconds in zip(names, zip(*waited, strict=True), strict=False):
+        listed = ", ".join(f"{each:.2f}" for each in sorted(seconds))
+        print(f"{name}: p50 {statistics.median(seconds):.2f} s ({listed})")
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
 Environment: STEPS, OUT (a folder: `unit3.jsonl` gets a line for each step, kill and end), RECOVERY (0: without
 the section), STAGE, MICS, PIPE, HOSTS (so many are pretended on this machine), and PLAN (JSON: [{"number",
-"unit", "step", "phase", "signal", "world"}]). A kill comes at or after its step, once so many ranks are there,
-and the kill `after` (if any) has been.
+"unit", "step", "phase", "signal", "world", "after", "is_second"}]). A kill comes at or after its step, once so
+many ranks are there. It comes when the others have recovered from the kill `after`; the second of two before.
 """
 
 from __future__ import annotations
@@ -85,6 +85,22 @@ class Gpt(nn.Module):
 
 
 engine: Any = None
+is_recovering = False
+
+
+def allows(entry: dict[str, Any], generation: int) -> bool:
+    """What has to be before this kill has been."""
+    if engine.world_size < entry.get("world", 0):
+        return False
+    if entry.get("after") is None:
+        return True
+    done = OUT / f"done{entry['after']}"
+    if not done.exists():
+        return False
+    before = int(done.read_text() or -2)
+    if entry["is_second"]:
+        return generation <= before + 1
+    return generation > before and not is_recovering
 
 
 def reach(phase: str) -> None:
@@ -96,18 +112,12 @@ def reach(phase: str) -> None:
             done = OUT / f"done{entry['number']}"
             if done.exists():  # in the process before this one
                 continue
-            after = entry.get("after")
-            if after is not None and not (OUT / f"done{after}").exists():
+            generation = engine._parts.recovery.generation
+            if not allows(entry, generation):
                 continue
-            if engine.world_size < entry.get("world", 0):
-                continue
-            done.touch()
-            write(
-                kill=phase,
-                step=engine.global_steps,
-                how=entry["signal"],
-                generation=engine._parts.recovery.generation,
-            )
+            done.write_text(str(generation))
+            step, how = engine.global_steps, entry["signal"]
+            write(kill=phase, step=step, how=how, generation=generation)
             if entry["signal"] == "exception":
                 PLAN.remove(entry)
                 raise RuntimeError(f"planned, in {phase}")
@@ -150,6 +160,17 @@ def patch_all(model: nn.Module) -> None:
         from xds.engine.checkpoint.image import Image
         from xds.engine.recovering import LiveRecovery
 
+        recover = LiveRecovery._recover
+
+        def note(self: Any) -> Any:
+            global is_recovering  # noqa: PLW0603 (the plan asks for it)
+            is_recovering = True
+            try:
+                return recover(self)
+            finally:
+                is_recovering = False
+
+        LiveRecovery._recover = note  # type: ignore[method-assign]
         patch(LiveRecovery, "_enter", "before group", "after group")
         for name in ("_heal", "_go_back"):  # of several copies, of one
             patch(LiveRecovery, name, "before healing", "after healing")
