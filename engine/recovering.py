@@ -480,7 +480,8 @@ class LiveRecovery(Recovery):
             )
             group = dist.group.WORLD
             assert group is not None
-            self._collectives.reopen(open_collectives(group, device, section=section))
+            opened = open_collectives(group, device, section=section, recovers=True)
+            self._collectives.reopen(opened)
             self._groups.reopen(mesh, group, seconds)
         except RuntimeError as error:
             raise PeerError(

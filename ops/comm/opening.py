@@ -42,6 +42,8 @@ def open_collectives(
     device: torch.device,
     part_of: PartOf | None = None,
     section: Communication = DEFAULT,
+    *,
+    recovers: bool = False,
 ) -> Collectives:
     """Return the collectives for `group` and the device of its tensors. **Collective.**
 
@@ -49,6 +51,7 @@ def open_collectives(
         group: None is a group of this rank alone.
         part_of: The collectives of all ranks, if the group is a part of them.
         section: The same on all ranks.
+        recovers: Another rank may fail meanwhile, and nobody reports why: see `Watch.recovers`.
     """
     if group is None or group.size() == 1:
         return Collectives(SingleRank(device), part_of)
@@ -60,7 +63,7 @@ def open_collectives(
     if dist.get_backend(group) != "gloo":
         return open_nccl(member, part_of)
     if device.type == "cpu":
-        return _open_on_host(member, group, part_of, section)
+        return _open_on_host(member, group, part_of, section, recovers)
     if group.rank() == 0 and part_of is None:
         log.warning(STAGED)
     return Collectives(StagedGlooBackend(member), part_of)
@@ -85,9 +88,14 @@ def open_nccl(member: Member, part_of: PartOf | None = None) -> Collectives:
 
 
 def _open_on_host(
-    member: Member, group: dist.ProcessGroup, part_of: PartOf | None, section: Communication
+    member: Member,
+    group: dist.ProcessGroup,
+    part_of: PartOf | None,
+    section: Communication,
+    recovers: bool,
 ) -> Collectives:
     collectives = Collectives(GlooBackend(member), part_of)
+    collectives.watch.recovers |= recovers
     if not section.shared_memory:
         return collectives
     neighbours, reason = connect(collectives)
