@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from forked_launcher import ForkedLauncher
-from helpers import on_busy_machines, run_ranks
+from helpers import on_busy_machines, run_processes, run_ranks
 from models import build, micro_batch
 from torch import nn
 from torch.distributed import HashStore, PrefixStore
@@ -25,6 +25,7 @@ from xds.engine.data.loaders import build_loader
 from xds.engine.data.step_sampler import step_loader
 from xds.engine.lost_peers import FencedStore
 from xds.launcher.reporting.records import read_run
+from xds.ops.comm.opening import open_collectives
 from xds.ops.mesh import Mesh
 from xds.ops.watch.store import Store
 from xds.recovery.generations import Generation, Lighthouse, Meeting, Presence
@@ -655,6 +656,16 @@ def test_a_unit_that_is_not_in_the_newest_generation_is_refused() -> None:
     for unit in (1, 2):
         with pytest.raises(PeerError, match=f"rank {unit} is not in generation"):
             Presence(messages, start, unit, unit).newest()
+
+
+def opens_without_reports() -> list[bool]:
+    device = torch.device("cpu")
+    options = ({}, {"recovers": True})
+    return [open_collectives(dist.group.WORLD, device, **each).watch.recovers for each in options]
+
+
+def test_ranks_that_open_groups_again_do_not_ask_why_another_one_has_failed() -> None:
+    assert run_processes(opens_without_reports, 2) == [[False, True]] * 2
 
 
 def test_ranks_that_open_groups_do_not_wait_for_one_that_fails_meanwhile() -> None:
