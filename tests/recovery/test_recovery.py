@@ -163,6 +163,27 @@ def test_a_spare_whose_script_fails_before_its_place_is_given_up(tmp_path: Path)
     assert "rank 1 is there again (generation 2)" in err
 
 
+@pytest.mark.slow
+def test_a_new_process_with_another_config_is_refused_and_the_others_go_on(tmp_path: Path) -> None:
+    """As where the file of the config has been changed since the start, before a spare has read it."""
+    script = tmp_path / "changed.py"
+    is_new = '"XDS_SPARE" in os.environ or "XDS_JOINS" in os.environ'
+    changed = f'if {is_new}:\n    OPTIMIZER["params"]["lr"] = 0.2\nWAITS, SHARD ='
+    script.write_text(SCRIPT.read_text().replace("WAITS, SHARD =", changed))
+    environ = {"OUT": str(tmp_path), "DEATHS": json.dumps({1: [3, "forward", "SIGKILL"]})}
+    environ |= {"OMP_NUM_THREADS": "1", "STEPS": "60", "WAITS": "1"}
+    words = ["--recover", "--spares", "1", "--nproc-per-node", "3"]
+    words += ["--log-dir", str(tmp_path / "logs"), str(script)]
+    launcher = ForkedLauncher(words, tmp_path, {**os.environ, **environ})
+    _, err = launcher.communicate(on_busy_machines(90))
+    assert launcher.returncode == 0, err
+    refused = (tmp_path / "logs" / "rank1.log").read_text()
+    assert "rank 1 cannot take the place of a lost rank: its config, or its version of" in refused
+    assert "there again" not in err.replace("rank 1 is there again: ranks 0, 1, 2 go on", "")
+    left = [json.loads((tmp_path / f"unit{unit}.json").read_text()) for unit in (0, 2)]
+    assert [unit["samples"] for unit in left] == [60 * 12] * 2
+
+
 def pipelines(folder: Path, death: list, left: list[int]) -> list[dict]:
     folder.mkdir()
     environ = {"OUT": str(folder), "DEATH": json.dumps(death), "OMP_NUM_THREADS": "1"}
