@@ -140,7 +140,7 @@ def test_a_spare_host_gets_the_only_states_of_a_lost_one_from_the_next_host(
         out = tmp_path / name
         out.mkdir()
         given = {"OUT": out, "CONFIG": config, "DEATHS": "[]"}
-        process = start([2, 1, 2], spare="host2", script=script, PAUSE=0.2, **given)
+        process = start([2, 1, 2], ["", "", "spare"], script=script, PAUSE=0.2, **given)
         if name == "lost":
             wait_for(lambda: '"step": 4' in text_of(tmp_path / "lost" / "rank0.jsonl"), process)
             kill(hosts, "host0")
