@@ -5,7 +5,7 @@
 
 In each run a rank is killed about every second, and replaced by a spare: by SIGKILL, SIGSEGV, SIGSTOP or an
 exception, in each phase of a step, in a save, while others recover, at a random instant, one or two at a time.
-In every eighth run the launcher is killed. A run fails if it hangs, ends with an error, leaves processes or
+In every eighth run `xds` itself is killed. A run fails if it hangs, ends with an error, leaves processes or
 files, loses or doubles samples, or has other parameters at its end than a run without kills: by more than 1e-4,
 and with one copy of the states by any bit. The last output is JSON.
 """
@@ -151,8 +151,8 @@ def run(out: Path, layout: Layout, plan: list[dict[str, Any]], steps: int, kill_
         process.wait()
         return Run("hang", records(out))
     found = records(out)
-    left = [pid for pid in pids(found) if is_alive(pid)]
-    left += [path.name for path in Path("/dev/shm").glob(f"xds-states-{process.pid}-*")]
+    left: list[Any] = [pid for pid in pids(found) if is_alive(pid)]
+    left += files_of(found)
     problem = f"exit code {process.returncode}" if process.returncode else ""
     return Run(problem or (f"processes or files left: {left}" if left else ""), found)
 
@@ -161,10 +161,9 @@ def kill_launcher(out: Path, process: subprocess.Popen[bytes]) -> Run:
     process.kill()
     process.wait()
     deadline, found = time.monotonic() + GONE_SECONDS, records(out)
-    pattern = f"xds-states-{process.pid}-*"
     while time.monotonic() < deadline:
         left = [pid for pid in pids(found) if is_alive(pid)]
-        files = [path.name for path in Path("/dev/shm").glob(pattern)]
+        files = files_of(found)
         if not left and not files:
             return Run("", found, launcher_killed=True)
         time.sleep(0.1)
@@ -211,6 +210,13 @@ def records(out: Path) -> list[Any]:
 
 def pids(found: list[Any]) -> list[int]:
     return [record["start"] for record in found if "start" in record]
+
+
+def files_of(found: list[Any]) -> list[str]:
+    """Names of what the launchers of these ranks have left in shared memory."""
+    launchers = {record["launcher"] for record in found if "start" in record}
+    patterns = [f"xds-states-{pid}-*" for pid in launchers]
+    return [path.name for pattern in patterns for path in Path("/dev/shm").glob(pattern)]
 
 
 def is_alive(pid: int) -> bool:

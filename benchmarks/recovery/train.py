@@ -229,7 +229,7 @@ def main() -> None:
         config["pipeline"] = {"stages": PIPE}
     engine = xds.initialize(model, config, training_data=data)
     UNIT = int(os.environ["RANK"])
-    write(start=os.getpid(), warm=IS_WARM)
+    write(start=os.getpid(), warm=IS_WARM, launcher=os.getppid())
     recovery, micro_steps = engine._parts.recovery, engine.micro_steps
     while engine.global_steps < STEPS:
         for _ in train(engine):
