@@ -405,6 +405,7 @@ class LiveRecovery(Recovery):
             except PeerError:  # another rank has failed meanwhile
                 self._has_met = False
                 self._leave()
+                target.parts.sharded.abandon_step()  # messages of a load would fail the next one
                 self._meeting.ask_again(self._generation)
         if self._joins is not None:
             self._meeting.say_joined(self._joins.attempt, target.counters.global_steps)

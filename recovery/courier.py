@@ -280,7 +280,9 @@ def _read(connection: socket.socket, out: bytearray | memoryview) -> bytearray |
 
 def _open_version(slots: Slots, step: int, files: Files) -> list[tuple[str, memoryview]]:
     """The names and bytes of the files of a complete version. Raises OSError: one is missing."""
-    return [(path.name, _mapped(files, path).whole()) for path in files_of(slots.path_of(step))]
+    # another one may have replaced a file, such as a manifest, under the same name
+    paths = files_of(slots.path_of(step))
+    return [(path.name, files.get(path, SharedFile(path)).whole()) for path in paths]
 
 
 def _send_version(

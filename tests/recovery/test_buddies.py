@@ -95,7 +95,8 @@ def version(own: Slots, step: int, size: int = 3 << 20, shared: bytes = b"") -> 
             own.begin_shared(path, name).write_bytes(shared)
         own.share(path, name)
     (path / "values").write_bytes(bytes([step]) * size)
-    (path / "manifest.json").write_bytes(b"{}")
+    (path / "manifest.partial").write_bytes(bytes([step]) * 2)
+    (path / "manifest.partial").rename(path / "manifest.json")  # as images do
     own.commit(path, step)
 
 
@@ -103,9 +104,10 @@ def test_versions_travel_to_the_buddy_and_back(tmp_path: Path, pair: list[Courie
     own = Slots(tmp_path / "own")
     sender, keeper = pair
     sender.begin(keeper.address)
+    files: dict = {}
     for step in (4, 5, 6):
         version(own, step)
-        sender.send(step, own, {})
+        sender.send(step, own, files)
         assert sender.has(step)
     kept = Slots(slots.versions_folder(0))
     assert kept.steps == [6, 5]
