@@ -23,6 +23,7 @@ from typing import Any
 HERE = Path(__file__).resolve()
 sys.path.insert(0, str(HERE.parents[2] / "tests"))
 STEPS, LIMIT_SECONDS = 6, 240.0
+NEAR = 1e-4  # where the units that are left run the samples of others: sums have another order
 DEATHS = ((1, 3, "norm"), (0, 4, "forward"))  # rank, steps before, where
 
 
@@ -123,12 +124,23 @@ def compared(names: tuple[str, ...]) -> dict[str, Any]:
     if failure:
         return {"names": names, "is": "failed", "why": failure}
     result = {"names": names, "is": "equal", "deaths": num_deaths, "ranks": len(found)}
+    near = NEAR if "MiCS" in names or not names[0].startswith("ZeRO") else 0.0
     for key, row in found.items():
-        if row != wanted[key]:
+        if not are_near(row, wanted[key], near):
             result |= {"is": "different", "where": key, "found": row, "wanted": wanted[key]}
             if key[1] != "end":
                 break
     return result
+
+
+def are_near(found: Any, wanted: Any, near: float) -> bool:
+    """All numbers of the one differ by at most this share of the other."""
+    if isinstance(wanted, dict):
+        same = found.keys() == wanted.keys()
+        return same and all(are_near(found[key], wanted[key], near) for key in wanted)
+    if isinstance(wanted, float):
+        return bool(abs(found - wanted) <= near * max(1.0, abs(wanted)))
+    return bool(found == wanted)
 
 
 def main() -> None:
