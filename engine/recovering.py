@@ -481,7 +481,9 @@ class LiveRecovery(Recovery):
             )
             group = dist.group.WORLD
             assert group is not None
-            opened = open_collectives(group, device, section=section, recovers=True)
+            opened = open_collectives(
+                group, device, section=section, recovers=True, wait_seconds=timeout_seconds()
+            )
             self._collectives.reopen(opened)
             self._groups.reopen(mesh, group, seconds)
         except RuntimeError as error:

@@ -236,7 +236,8 @@ class MeshGroups(AxisGroups):
         self.rank = group.rank()
         self._section = section
         self._sites = sites
-        self._timeout = timedelta(seconds=timeout_seconds)
+        self._wait_seconds = timeout_seconds
+        self._timeout = timedelta(seconds=timeout_seconds)  # of the opening of a group
         self._made: list[tuple[Collectives, GroupsOf, str]] = []  # in the order of their opening
 
     @property
@@ -263,7 +264,9 @@ class MeshGroups(AxisGroups):
         device = self._collectives.device
         part_of = PartOf(self._collectives, tuple(members))
         group = None if len(members) == 1 else self._make(members, use)
-        return open_collectives(group, device, part_of, self._section)
+        return open_collectives(
+            group, device, part_of, self._section, wait_seconds=self._wait_seconds
+        )
 
     def _make(self, ranks: Sequence[int], use: str) -> Any:
         if len(ranks) == 1 or (len(ranks) == self.mesh.size and not use):

@@ -44,6 +44,7 @@ def open_collectives(
     section: Communication = DEFAULT,
     *,
     recovers: bool = False,
+    wait_seconds: float | None = None,
 ) -> Collectives:
     """Return the collectives for `group` and the device of its tensors. **Collective.**
 
@@ -52,6 +53,7 @@ def open_collectives(
         part_of: The collectives of all ranks, if the group is a part of them.
         section: The same on all ranks.
         recovers: Another rank may fail meanwhile, and nobody reports why: see `Watch.recovers`.
+        wait_seconds: The timeout of later waits; None: that with which the group was opened.
     """
     if group is None or group.size() == 1:
         return Collectives(SingleRank(device), part_of)
@@ -63,7 +65,7 @@ def open_collectives(
     if dist.get_backend(group) != "gloo":
         return open_nccl(member, part_of)
     if device.type == "cpu":
-        return _open_on_host(member, group, part_of, section, recovers)
+        return _open_on_host(member, group, part_of, section, recovers, wait_seconds)
     if group.rank() == 0 and part_of is None:
         log.warning(STAGED)
     return Collectives(StagedGlooBackend(member), part_of)
@@ -93,6 +95,7 @@ def _open_on_host(
     part_of: PartOf | None,
     section: Communication,
     recovers: bool,
+    wait_seconds: float | None,
 ) -> Collectives:
     collectives = Collectives(GlooBackend(member), part_of)
     collectives.watch.recovers |= recovers
@@ -103,7 +106,7 @@ def _open_on_host(
         if reason and part_of is None:  # the reason of a part of a group is that of the whole group
             log.warning("%s: %s", NO_SHARED_MEMORY, reason)
         return collectives
-    seconds = timeout_of(group, member.device) or DEFAULT_TIMEOUT_SECONDS
+    seconds = wait_seconds or timeout_of(group, member.device) or DEFAULT_TIMEOUT_SECONDS
     if len(set(neighbours.hosts)) == 1:
         collectives.replace_backend(SharedMemoryBackend(member, neighbours, seconds))
         return collectives

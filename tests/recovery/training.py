@@ -76,6 +76,8 @@ def main() -> None:
             engine.step()
             if engine.global_steps > before:
                 losses.append(engine._parts.means.loss)
+            if (engine.global_rank, engine.global_steps) == (0, 10) and not PAUSE:
+                time.sleep(1.2)  # longer than groups may take to open
             if PAUSE:
                 (OUT / f"step{engine.global_steps}").touch()
                 time.sleep(PAUSE)
