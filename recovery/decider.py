@@ -107,6 +107,7 @@ class Decider:
         )  # that were lost with their host: their places are filled on another one
         self._stopped: dict[int, float] = {}  # by rank: for how long it has been stopped
         self._told_stopped: set[int] = set()  # units: what the ranks were told
+        self._ended_here: set[int] = set()  # ranks that were stopped for too long, and are killed
         self._joining: dict[int, int] = {}  # by rank: its new process, which is no part yet
         self._admitted: set[int] = set()  # units of such ranks that are in the newest generation
         self._attempt = 0  # the number of the last new process
@@ -144,13 +145,16 @@ class Decider:
         if self._running.get(rank) != attempt:
             return  # of a host that was lost
         del self._running[rank]
-        self._codes[rank] = code
+        # a new process whose script has ended before it took part: the others would wait for it
+        is_missed = not code and self._joining.get(rank) == attempt
+        is_missed = is_missed and self.lighthouse.joined_step(rank, attempt) < 0
+        self._codes[rank] = code or int(is_missed)
         self._stopped.pop(rank, None)
-        if code and not (self.is_ending or self._is_over):
+        if self._codes[rank] and not (self.is_ending or self._is_over):
             self._lose(rank, code)
-        if code and rank not in self._lost:
+        if self._codes[rank] and rank not in self._lost:
             self._failed.add(rank)
-        if not code and self.lighthouse.are_alone:
+        if not self._codes[rank] and self.lighthouse.are_alone:
             self._end_unit(self.lighthouse.unit_of(rank))
 
     def stopped(self, host: int, ranks: Sequence[int]) -> None:
@@ -219,12 +223,15 @@ class Decider:
             self._end()
             return
         by = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        if rank in self._ended_here:
+            self._ended_here.discard(rank)
+            by = f"was stopped for {STOPPED_SECONDS:.0f} s, so the launcher has ended it"
         name = self.places[self.host_of[rank]].name
         ending = f"rank {rank} on {name} {by}" if name else f"rank {rank} {by}"
         if self.lighthouse.has_one_copy:
             self._replace(rank, ending)
         else:
-            if rank in self._joining and code > 0:
+            if rank in self._joining and code >= 0:
                 self._note_miss(self.lighthouse.unit_of(rank), ending)
             self._lose_units([rank], ending)
 
@@ -434,16 +441,27 @@ class Decider:
 
         Units that train alone are only told of it.
         """
-        if len(self._stopped) == len(self._running):  # somebody has stopped the whole run
+        have_ended = self.lighthouse.are_alone and 0 in self._codes.values()
+        # somebody has stopped the whole run
+        if len(self._stopped) == len(self._running) and not have_ended:
             self._stopped = dict.fromkeys(self._stopped, 0.0)
         self._stopped = {rank: waited + seconds for rank, waited in self._stopped.items()}
         lost = [rank for rank, waited in self._stopped.items() if waited > STOPPED_SECONDS]
         if not self.lighthouse.are_alone:
             self._kill(lost)
+            self._ended_here.update(lost)
             for rank in lost:
                 del self._stopped[rank]
             return
         units = {self.lighthouse.unit_of(rank) for rank in lost}
+        left = self._running.keys() - self._joining.keys()
+        if have_ended and left and units >= {self.lighthouse.unit_of(rank) for rank in left}:
+            self._is_over = True
+            self._lost.update(left)
+            listed = ", ".join(map(str, sorted(lost)))
+            self._tell(f"ranks {listed} are stopped, and all other groups have ended: the run ends")
+            self._kill(list(self._running))
+            return
         if units != self._told_stopped:
             self._told_stopped = units
             self.lighthouse.say_stopped(sorted(units))

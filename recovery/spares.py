@@ -38,6 +38,7 @@ _PAUSE_SECONDS = 1.0  # before another spare begins: a process that takes its pl
 _FORK_SECONDS = 2.0  # that a place waits for a process, beside which a new one takes longer
 _PATIENCE_SECONDS = 0.001
 _MOST_SERVERS = 3  # that are started one after another, where they are killed
+_ON_REQUEST = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # exit codes of a run that is stopped
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # from linux/prctl.h
 
 
@@ -74,6 +75,8 @@ def serve(launcher_pid: str, modules: Sequence[str]) -> None:
     """Import what ranks import, and fork a spare for each request. Returns in every spare."""
     global _waiting  # noqa: PLW0603 (one for the process)
     channel = socket.socket(fileno=int(os.environ.pop(_CHANNEL)))
+    # Ctrl-C is for the launcher, which ends this process
+    interrupted = signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ.pop("XDS_RANK_CORES", None)  # they are those of another rank
     # the nice value of a thread is its own on Linux, so this one and its forks keep theirs
     importing = threading.Thread(target=_import, args=(modules,))
@@ -95,6 +98,7 @@ def serve(launcher_pid: str, modules: Sequence[str]) -> None:
         break
     _wait_for_parent(int(launcher_pid))
     os.setsid()
+    signal.signal(signal.SIGINT, interrupted)
     variables = json.loads(message)
     channel.send(f"{os.getpid()} {variables[_FILES]}".encode())
     channel.close()
@@ -393,7 +397,7 @@ class Spares:
 
     def _give_up(self, spare: Forked) -> None:
         """Its script has ended before it has asked for its place: so would the next one's."""
-        if self.given_up:
+        if self.given_up or spare.returncode in _ON_REQUEST:
             return
         how = "has ended"
         with contextlib.suppress(OSError, ValueError, KeyError):

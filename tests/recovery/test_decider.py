@@ -113,6 +113,26 @@ TABLE: dict[str, tuple[dict, list[tuple[tuple, list[str]]]]] = {
             (("look",), ["ranks 0, 1 are there again (generation 2)"]),
         ],
     ),
+    "with one copy, a new process whose script ends before it takes part": (
+        {"places": ALONE, "has_one_copy": True},
+        [
+            (("announce",), []),
+            (("ended", 2, 0, KILLED), [f"rank 2 was ended by SIGKILL{WAITS}", "a: rank 2 as 1"]),
+            (("ended", 2, 1, 0), [f"rank 2 ended with code 0{WAITS}", "a: rank 2 as 2"]),
+            (("ended", 2, 2, 0), [f"rank 2 ended with code 0{WAITS}", "a: rank 2 as 3"]),
+            (("ended", 2, 3, 0), ["rank 2 ended with code 0, and so did 3 of its new processes after the same "
+                                  "step: the run ends", "end"]),
+        ],
+    ),
+    "a new process ends well before anybody has seen that it takes part": (
+        {"places": ALONE, "has_one_copy": True},
+        [
+            (("announce",), []),
+            (("ended", 2, 0, KILLED), [f"rank 2 was ended by SIGKILL{WAITS}", "a: rank 2 as 1"]),
+            (("joined", 2, 1), []),
+            (("ended", 2, 1, 0), []),
+        ],
+    ),
     "new processes have no states yet": (
         {"places": ALONE, "units": PAIRS, "spares": 1},
         [
@@ -174,7 +194,8 @@ TABLE: dict[str, tuple[dict, list[tuple[tuple, list[str]]]]] = {
             (("stopped", 1, 2), []),
             *[(("look", 0.3), [])] * 5,  # more than 0.2 s between looks: this process was stopped itself
             (("look", 0.2), ["b: kill (2,)"]),
-            (("ended", 2, 0, KILLED), ["rank 2 on b was ended by SIGKILL; ranks 0, 1, 3 go on (generation 1)",
+            (("ended", 2, 0, KILLED), ["rank 2 on b was stopped for 1 s, so the launcher has ended it; ranks "
+                                       "0, 1, 3 go on (generation 1)",
                                        "units (0, 1, 3)"]),
         ],
     ),
@@ -200,6 +221,10 @@ TABLE: dict[str, tuple[dict, list[tuple[tuple, list[str]]]]] = {
             *[(("look", 0.2), [])] * 9,
             (("ended", 0, 0, 0), []),
             (("ended", 1, 0, 0), ["units (1,)"]),
+            (("look", 0.2), ["ranks 2 are stopped, and all other groups have ended: the run ends",
+                             "a: kill (2, 3)"]),
+            (("ended", 2, 0, KILLED), []),
+            (("ended", 3, 0, KILLED), []),
         ],
     ),
     "a host is lost: one generation": (
