@@ -510,9 +510,10 @@ class LivingGroups(HeldStates):
     # -- checkpoints ------------------------------------------------------------------------------------
 
     def save(self, folder: str | Path, save: Callable[[str | Path], Result]) -> Result:
-        """The first group that lives saves, and waits for nobody. The others return None."""
+        """The first group that lives and is not stopped saves, and waits for nobody. The others return None."""
         own = self._engine.sharded.collectives
-        is_first = self.number == min(self._presence.newest().units, default=self.number)
+        answering = set(self._presence.newest().units) - self._presence.stopped()
+        is_first = self.number == min(answering, default=self.number)
         if not all_gather_json(own, is_first, "who saves")[0]:
             nothing: Any = None
             return nothing  # type: ignore[no-any-return]
