@@ -371,7 +371,7 @@ SLICES = {
             {
                 "zero_optimization": {
                     "stage": 1,
-                    "offload_optimizer": {"device": "cpu", "overlap_step": True},
+                    "offload_optimizer": {"device": "cpu"},
                 },
                 "bf16": {"enabled": True},
             },
