@@ -15,7 +15,6 @@ import ctypes
 import os
 import shutil
 import signal
-import sys
 import time
 from glob import glob
 from types import FrameType
@@ -49,24 +48,30 @@ class Keeper:
             # ignored under nohup, or for a job in the background; Ctrl-Z: a stopped launcher sees no failure
             is_ignored = signal.getsignal(signum) is signal.SIG_IGN or signum == signal.SIGTSTP
             before[signum] = signal.signal(signum, signal.SIG_IGN if is_ignored else self._pass_on)
-        num_killed = 0
+        former = num_killed = 0
         while True:
             begun = time.monotonic()
-            former, self._launcher = self._launcher, os.fork()
+            # a signal that comes meanwhile is for the launcher that begins
+            signal.pthread_sigmask(signal.SIG_BLOCK, before)
+            self._launcher = os.fork()
             if not self._launcher:
                 for signum, handler in before.items():
                     signal.signal(signum, handler)
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, before)
                 self._be_launcher(former)
                 return None
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, before)
             code = os.waitstatus_to_exitcode(os.waitpid(self._launcher, 0)[1])
+            former, self._launcher = self._launcher, 0
             num_killed = num_killed + 1 if time.monotonic() - begun < STEADY_SECONDS else 1
-            if -code not in _KILLED or self._is_asked:
+            is_killed = -code in _KILLED and not self._is_asked
+            if not is_killed or num_killed > MOST_LAUNCHERS or not slots.are_complete(former):
+                for path in glob(slots.all_folders(former)):
+                    shutil.rmtree(path, ignore_errors=True)
+                if is_killed:
+                    write_stderr(LAUNCHER_KILLED)
                 return code if code >= 0 else 128 - code
             how = signal.Signals(-code).name
-            if num_killed > MOST_LAUNCHERS or not slots.are_complete(self._launcher):
-                self._remove()
-                write_stderr(LAUNCHER_KILLED)
-                return 128 - code
             write_stderr(
                 f"xds: the launcher was ended by {how}: another one starts, and new ranks\n"
             )
@@ -87,14 +92,5 @@ class Keeper:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._launcher, signum)
 
-    def _remove(self) -> None:
-        for path in glob(slots.all_folders(self._launcher)):
-            shutil.rmtree(path, ignore_errors=True)
 
-
-def is_possible() -> bool:
-    """This system ends the launcher with its keeper."""
-    return sys.platform == "linux"
-
-
-__all__ = ["Keeper", "is_possible"]
+__all__ = ["Keeper"]

@@ -85,6 +85,16 @@ def main() -> None:
         return result
 
     Updater.step = step
+    if "pipeline" in CONFIG:
+        from xds.pipe.channel import Channel
+
+        take = Channel.take_backward
+
+        def take_backward(self, *args, **kwargs):
+            die("backward")
+            return take(self, *args, **kwargs)
+
+        Channel.take_backward = take_backward
     engine = xds.initialize(Odd() if IS_ODD else Net(), CONFIG, training_data=data)
     with open(OUT / f"rank{RANK}.jsonl", "a") as file:
         while engine.global_steps < STEPS:

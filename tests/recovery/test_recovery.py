@@ -186,29 +186,6 @@ def test_a_new_process_with_another_config_is_refused_and_the_others_go_on(tmp_p
     assert [unit["samples"] for unit in left] == [60 * 12] * 2
 
 
-def pipelines(folder: Path, death: list, left: list[int]) -> list[dict]:
-    folder.mkdir()
-    environ = {"OUT": str(folder), "DEATH": json.dumps(death), "OMP_NUM_THREADS": "1"}
-    script = SCRIPT.with_name("pipelines.py")
-    words = ["--recover", "--nproc-per-node", "6", "--log-dir", str(folder / "logs"), str(script)]
-    launcher = ForkedLauncher(words, folder, {**os.environ, **environ})
-    _, err = launcher.communicate(on_busy_machines(90))
-    assert launcher.returncode == 0, err
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in left]
-
-
-@pytest.mark.slow
-def test_the_other_pipelines_run_the_micro_batches_of_a_lost_one(tmp_path: Path) -> None:
-    """Ranks 0 and 3 are a pipeline, 1 and 4, 2 and 5: three have 9 micro-batches in a step, two 4 and 5."""
-    wanted = pipelines(tmp_path / "whole", [], [0])[0]
-    for number, death in enumerate(([1, 3, "backward"], [4, 4, "norm"])):
-        found = pipelines(tmp_path / str(number), death, [0, 2, 3, 5])
-        for place, rank in enumerate(found):
-            assert rank["losses"] == pytest.approx(wanted["losses"], rel=1e-5)
-            assert rank["values"] == pytest.approx(wanted["values"], rel=1e-4, abs=1e-6)
-            assert rank["samples"] == wanted["samples"] and rank["ranks"] == [place, 4]
-
-
 # -- one copy of the states ---------------------------------------------------------------------------------
 
 
@@ -240,6 +217,7 @@ def one_copy(
     deaths: list,
     hosts: Sequence[int] = (),
     script: str = "one_copy.py",
+    spares: int = 1,
 ) -> tuple[dict, str]:
     """Run the script. Returns what each rank found, by step and at the end, and what the launcher said.
 
@@ -249,7 +227,7 @@ def one_copy(
     environ = {"OUT": str(folder), "DEATHS": json.dumps(deaths), "CONFIG": one_copy_config(config)}
     environ["HOSTS"] = json.dumps(hosts)
     words = ["--recover", "--nproc-per-node", str(ranks), "--log-dir", str(folder / "logs")]
-    words += ["--spares", str(min(1, len(deaths))), str(SCRIPT.with_name(script))]
+    words += ["--spares", str(min(spares, len(deaths))), str(SCRIPT.with_name(script))]
     launcher = ForkedLauncher(words, folder, {**os.environ, **environ, "OMP_NUM_THREADS": "1"})
     first = launcher_of(launcher)
     _, err = launcher.communicate(on_busy_machines(90))
@@ -481,6 +459,27 @@ def test_another_launcher_goes_on_with_the_versions_in_memory(tmp_path: Path) ->
     assert "xds: the launcher was ended by SIGKILL: another one starts, and new ranks" in err
     repeated = [json.loads(line).get("step") for line in lines[0]]
     assert len(repeated) - len(set(repeated)) <= 2  # the last step, and the one that ran
+
+
+@pytest.mark.slow
+def test_the_other_pipelines_run_the_micro_batches_of_a_lost_one(tmp_path: Path) -> None:
+    """Ranks 0 and 3 are a pipeline, 1 and 4, 2 and 5: three have 9 micro-batches in a step, two 4 and 5."""
+    config = {"pipeline": {"stages": 2}, "gradient_accumulation_steps": 3, "dropout": 0.0}
+    config["gradient_clipping"] = 1.0
+    wanted, _ = one_copy(tmp_path / "whole", config, 6, [], script="blocks.py", spares=0)
+    last = max(step for step in wanted[0] if step != "end")
+    for death in ([1, 3, "backward"], [4, 4, "norm"]):
+        folder = tmp_path / death[2]
+        found, _ = one_copy(folder, config, 6, [death], script="blocks.py", spares=0)
+        for place, rank in enumerate((0, 2, 3, 5)):
+            step, end = found[rank][last], found[rank]["end"]["end"]
+            assert step["loss"] == pytest.approx(wanted[0][last]["loss"], rel=1e-5)
+            assert step["samples"] == wanted[0][last]["samples"] and end["ranks"] == [place, 4]
+            for name, value in wanted[0]["end"]["end"]["values"].items():
+                near = {"rtol": 1e-4, "atol": 1e-6}
+                torch.testing.assert_close(
+                    torch.tensor(end["values"][name]), torch.tensor(value), **near
+                )
 
 
 def changed_run(folder: Path, stage: int, in_forward: str) -> ForkedLauncher:
