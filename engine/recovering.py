@@ -363,7 +363,10 @@ class LiveRecovery(Recovery):
         if not versions.is_kept(step):
             self.before_vote()  # of the version before this one
             target.parts.updater.wait()  # of updates on the host
+            is_first = max(versions.steps) == NONE
             versions.begin(self._image(target))
+            if is_first:  # a rank that fails in its first forward leaves a version as well
+                self.before_vote()
         elif not versions.is_sent(step):
             self.before_vote()
             versions.begin_sending(step)
@@ -627,8 +630,8 @@ class LiveRecovery(Recovery):
             self._meeting.give_up()
             where = f" ({self._saved})" if self._saved else ""
             raise UsageError(
-                "the ranks have no version of the states in memory that all of them share: start the run again "
-                f"from its last checkpoint{where}"
+                f"{self._generation.reason}, and the ranks have no version of the states in memory that all of "
+                f"them share: start the run again from its last checkpoint{where}"
             )
         if self._is_inside and step < target.counters.global_steps:
             raise UsageError(

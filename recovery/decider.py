@@ -140,8 +140,11 @@ class Decider:
 
     # -- what happens -----------------------------------------------------------------------------------
 
-    def ended(self, rank: int, attempt: int, code: int) -> None:
-        """A process of `rank` has ended. attempt: its number. code: below 0 the signal that ended it."""
+    def ended(self, rank: int, attempt: int, code: int, why: str = "") -> None:
+        """A process of `rank` has ended.
+
+        attempt: its number. code: below 0 the signal that ended it. why: its error, in one line, if known.
+        """
         if self._running.get(rank) != attempt:
             return  # of a host that was lost
         del self._running[rank]
@@ -151,7 +154,7 @@ class Decider:
         self._codes[rank] = code or int(is_missed)
         self._stopped.pop(rank, None)
         if self._codes[rank] and not (self.is_ending or self._is_over):
-            self._lose(rank, code)
+            self._lose(rank, code, why)
         if self._codes[rank] and rank not in self._lost:
             self._failed.add(rank)
         if not self._codes[rank] and self.lighthouse.are_alone:
@@ -217,12 +220,13 @@ class Decider:
 
     # -- ranks are lost ---------------------------------------------------------------------------------
 
-    def _lose(self, rank: int, code: int) -> None:
+    def _lose(self, rank: int, code: int, why: str) -> None:
         """Go on without the unit of `rank`, or end the run."""
         if not self.lighthouse.is_ready():  # before all have built their engines none goes on
             self._end()
             return
         by = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        by += f" ({why})" if why else ""
         if rank in self._ended_here:
             self._ended_here.discard(rank)
             by = f"was stopped for {STOPPED_SECONDS:.0f} s, so the launcher has ended it"

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from ...utils.errors import XdsError
 from ...utils.messages import write_stderr
+from ...utils.quoting import printable
 from ..job import Order
 from .failure import SAVED_AND_LEFT
 from .guard import stat
@@ -50,11 +51,15 @@ LOOK_FOR_NEW_SECONDS = 0.005  # while a new process builds its engine
 @final
 @dataclass(frozen=True)
 class Ended:
-    """A process of a rank has ended. attempt: its number. code: below 0 the signal that ended it."""
+    """A process of a rank has ended. attempt: its number. code: below 0 the signal that ended it.
+
+    why: the error that it has recorded, in one line, if any.
+    """
 
     rank: int
     attempt: int
     code: int
+    why: str = ""
 
 
 @final
@@ -78,7 +83,7 @@ def tell_decider(decider: Decider, host: int, event: Ended | Stopped) -> None:
         return
     if event.code == SAVED_AND_LEFT:  # the others end as well
         decider.asked_to_end()
-    decider.ended(event.rank, event.attempt, event.code)
+    decider.ended(event.rank, event.attempt, event.code, event.why)
 
 
 @final
@@ -153,11 +158,11 @@ class Runner:
             found.append(self._inbox.get(timeout=seconds))
             while True:
                 found.append(self._inbox.get_nowait())
-        for event in found:
+        for number, event in enumerate(found):
             if isinstance(event, Ended):
                 process = self._running.pop(event.rank)[1]
                 self._spares.note_end(process, str(self._folder.path / f"rank{event.rank}"))
-                self._note(event, process.pid)
+                found[number] = self._note(event, process.pid)
         self._spares.look()
         if self._spares.given_up and not self._has_told:
             self._has_told = True
@@ -253,6 +258,9 @@ class Runner:
     # -- processes ----------------------------------------------------------------------------------
 
     def _run_rank(self, rank: int, attempt: int, process: Process) -> None:
+        if attempt:
+            with contextlib.suppress(OSError):  # what the process before it has recorded
+                os.unlink(self._errors[rank])
         self._running[rank] = attempt, process
         waits = threading.Thread(target=self._wait, args=(rank, attempt, process), daemon=True)
         waits.start()
@@ -263,13 +271,19 @@ class Runner:
             os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         self._inbox.put(Ended(rank, attempt, process.wait()))
 
-    def _note(self, event: Ended, pid: int) -> None:
+    def _note(self, event: Ended, pid: int) -> Ended:
+        """Keep how this process has ended. Returns the event with its error."""
         from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
         self.failures.pop(event.rank, None)
-        if event.code:
-            error_file = self._errors[event.rank]
-            self.failures[event.rank] = ProcessFailure(event.rank, pid, event.code, error_file)
+        if not event.code:
+            return event
+        error_file = self._errors[event.rank]
+        failure = ProcessFailure(event.rank, pid, event.code, error_file)
+        self.failures[event.rank] = failure
+        if event.code < 0 or "xds" not in failure.error_file_data:
+            return event
+        return replace(event, why=printable(failure.error_file_data["message"]["message"]))
 
     def _spare_environment(self) -> dict[str, str]:
         """Of the last rank: a spare runs the script as that one, until it has a place."""

@@ -216,7 +216,8 @@ def _traceback_text(error: BaseException) -> str:
     with contextlib.redirect_stderr(text):
         sys.excepthook(type(error), error.with_traceback(trace), trace)
     # torch.distributed's hook prefixes each line with "[rank1]: "; the launcher prints the rank once
-    return re.sub(r"(?m)^\[rank\d+\]: ?", "", text.getvalue())
+    # with recovery each opening of groups adds a hook
+    return re.sub(r"(?m)^(\[rank\d+\]: ?)+", "", text.getvalue())
 
 
 def _write_failure(error_file: str, summary: str, text: str, exit_code: int, log: str) -> None:

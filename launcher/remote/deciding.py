@@ -70,7 +70,8 @@ class Deciding:
     def take(self, host: int, message: Mapping[str, Any]) -> None:
         """A message of a host."""
         if message["kind"] == "rank_ended":
-            event = Ended(message["rank"], message["attempt"], message["code"])
+            why = printable(message["why"])
+            event = Ended(message["rank"], message["attempt"], message["code"], why)
             tell_decider(self.decider, host, event)
         else:
             tell_decider(self.decider, host, Stopped(tuple(message["ranks"])))

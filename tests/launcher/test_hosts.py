@@ -292,7 +292,7 @@ def test_where_hosts_reach_a_head_that_decides():
     assert [place.ranks for place in deciding.decider.places] == [(0, 1, 2, 3), (4, 5), ()]
     assert deciding.endpoint.startswith("127.0.0.1:") and not deciding.endpoint.endswith(":0")
     deciding.take(1, {"kind": "ranks_stopped", "ranks": [4]})
-    deciding.take(1, {"kind": "rank_ended", "rank": 5, "attempt": 0, "code": 3})
+    deciding.take(1, {"kind": "rank_ended", "rank": 5, "attempt": 0, "code": 3, "why": ""})
     assert deciding.look() == [End()]  # the ranks cannot recover yet
     failures = [Failure(5, 1, 3, 0.0, host="worker-1"), Failure(5, 1, 3, 0.0, host="worker-0")]
     assert deciding.counted(failures) == failures[:1]

@@ -503,7 +503,8 @@ def test_a_rank_that_fails_again_and_again_ends_the_run(tmp_path: Path) -> None:
     launcher = changed_run(tmp_path, 1, 'assert not engine or RANK == 0, "bad sample"')
     _, err = launcher.communicate(on_busy_machines(90))
     assert launcher.returncode == 1 and "bad sample" in err
-    assert "rank 1 ended with code 1, and so did 3 of its new processes after the same step" in err
+    why = "rank 1 ended with code 1 (AssertionError: bad sample)"
+    assert f"{why}, and so did 3 of its new processes after the same step" in err
 
 
 @pytest.mark.slow
