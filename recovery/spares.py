@@ -35,7 +35,7 @@ _NICE = 10  # of the thread that imports: the ranks train meanwhile
 _MESSAGE_BYTES = 1 << 17
 _READY = b"ready"
 _PAUSE_SECONDS = 1.0  # before another spare begins: a process that takes its place goes first
-_FORK_SECONDS = 2.0  # that a place waits for a process, beside which a new one takes longer
+_FORK_SECONDS = 2.0  # that forks which were asked for may take at the end
 _PATIENCE_SECONDS = 0.001
 _MOST_SERVERS = 3  # that are started one after another, where they are killed
 _ON_REQUEST = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # exit codes of a run that is stopped
@@ -232,7 +232,7 @@ Process = subprocess.Popen[bytes] | Forked
 
 @final
 class Spares:
-    """The fork server of a host and its spares. No method waits long.
+    """The fork server of a host and its spares. No method but `end` waits.
 
     given_up: why there are no more spares, for people; "": there are.
     """
@@ -288,16 +288,9 @@ class Spares:
         return 0 if self.given_up else self.number - len(self._free) - len(self._asked)
 
     def take(self, variables: Mapping[str, Any]) -> Forked | None:
-        """Let a spare be the rank of these variables. None: there is none."""
+        """Let a spare be the rank of these variables. None: there is none now."""
         self._receive()
         self._forget_ended()
-        if not self._free and self._is_ready and not self.given_up:
-            if not self._asked:
-                self._ask()
-            deadline = time.monotonic() + _FORK_SECONDS
-            while not self._free and self._is_ready and time.monotonic() < deadline:
-                time.sleep(_PATIENCE_SECONDS)
-                self._receive()
         if not self._free:
             return None
         spare = self._free.pop(0)
@@ -306,6 +299,12 @@ class Spares:
             os.write(spare.place, json.dumps(dict(variables)).encode() + b"\n")
         os.close(spare.place)
         return spare
+
+    def expect(self, count: int) -> bool:
+        """Ask for so many at once. False: none comes, so a new process has to be started."""
+        while self._is_ready and not self.given_up and len(self._free) + len(self._asked) < count:
+            self._ask()
+        return self._is_ready and not self.given_up
 
     def note_end(self, process: Process, prefix: str) -> None:
         """A process that had a place has ended. prefix: of the files of its rank, which get its output."""

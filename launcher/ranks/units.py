@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 LOOK_SECONDS = 0.05
 LOOK_FOR_NEW_SECONDS = 0.005  # while a new process builds its engine
+_FORK_SECONDS = 2.0  # that a place waits for a spare, beside which a new process takes longer
 
 
 # -- what happens on a host, and what it is told ------------------------------------------------------------
@@ -129,12 +130,14 @@ class Runner:
         self._environments: dict[int, dict[str, Any]] = {}  # of ranks that may run here
         self._errors: dict[int, str] = {}  # by rank: the path of its failure record
         self._running: dict[int, tuple[int, Process]] = {}  # with its number
+        # by rank: places that wait for a spare, and until when
+        self._unfilled: dict[int, tuple[Fill, float]] = {}
         self._stopped: tuple[int, ...] = ()  # as last told
 
     @property
     def is_running(self) -> bool:
-        """A rank runs."""
-        return bool(self._running)
+        """A rank runs, or begins."""
+        return bool(self._running or self._unfilled)
 
     def begin(self, *, starts: bool = True) -> None:
         """Start the ranks of this host, if it `starts` them, and its spares."""
@@ -154,16 +157,19 @@ class Runner:
     def look(self, seconds: float) -> list[Any]:
         """Wait until something happens, for at most so long. Ended, Stopped, and what the inbox got."""
         found: list[Any] = []
+        if self._unfilled:
+            seconds = min(seconds, LOOK_FOR_NEW_SECONDS)
         with contextlib.suppress(queue.Empty):
             found.append(self._inbox.get(timeout=seconds))
             while True:
                 found.append(self._inbox.get_nowait())
         for number, event in enumerate(found):
-            if isinstance(event, Ended):
+            if isinstance(event, Ended) and event.rank in self._running:
                 process = self._running.pop(event.rank)[1]
                 self._spares.note_end(process, str(self._folder.path / f"rank{event.rank}"))
                 found[number] = self._note(event, process.pid)
         self._spares.look()
+        self._fill_places()
         if self._spares.given_up and not self._has_told:
             self._has_told = True
             write_stderr(f"xds: {self._spares.given_up}\n")
@@ -179,28 +185,44 @@ class Runner:
         for rank in ranks:
             if rank in self._running:
                 self._running[rank][1].kill()
+        self._leave_unfilled(ranks)
 
     def ask_to_end(self) -> None:
         """Ask all ranks to end."""
         for _, process in self._running.values():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGTERM)
+        self._leave_unfilled(list(self._unfilled))
 
     def fill(self, place: Fill) -> None:
-        """Let a spare be this rank from now on, or a new process where there is none."""
-        rank = place.rank
-        if rank not in self.ranks.values():
-            self._take_place(self._place_of(rank), is_first=False)
-        joins = f"{place.generation} {place.attempt}"
-        changes = {**self._environments[rank], "XDS_JOINS": joins}
-        process: Process | None = self._spares.take(changes)
-        if process is None:
-            environment = {**os.environ, **changes}
-            for stream in ("XDS_RANK_OUT", "XDS_RANK_ERR"):
-                environment.pop(stream, None)  # nobody reads those of the process before it
-            process = subprocess.Popen(self._argv, env=environment, start_new_session=True)
-        self._run_rank(rank, place.attempt, process)
-        self._spares.number = self._order.job.num_spares  # a spare host had one for each slot
+        """Let a spare be this rank as soon as there is one, or a new process where none comes."""
+        if place.rank not in self.ranks.values():
+            self._take_place(self._place_of(place.rank), is_first=False)
+        self._unfilled[place.rank] = place, time.monotonic() + _FORK_SECONDS
+        self._fill_places()
+
+    def _fill_places(self) -> None:
+        for rank, (place, deadline) in list(self._unfilled.items()):
+            joins = f"{place.generation} {place.attempt}"
+            changes = {**self._environments[rank], "XDS_JOINS": joins}
+            process: Process | None = self._spares.take(changes)
+            if process is None:
+                comes = self._spares.expect(len(self._unfilled))
+                if comes and time.monotonic() < deadline:
+                    continue
+                environment = {**os.environ, **changes}
+                for stream in ("XDS_RANK_OUT", "XDS_RANK_ERR"):
+                    environment.pop(stream, None)  # nobody reads those of the process before it
+                process = subprocess.Popen(self._argv, env=environment, start_new_session=True)
+            del self._unfilled[rank]
+            self._run_rank(rank, place.attempt, process)
+            self._spares.number = self._order.job.num_spares  # a spare host had one for each slot
+
+    def _leave_unfilled(self, ranks: Iterable[int]) -> None:
+        """No process takes these places."""
+        for rank in self._unfilled.keys() & set(ranks):
+            place, _ = self._unfilled.pop(rank)
+            self._inbox.put(Ended(rank, place.attempt, -signal.SIGKILL))
 
     def end(self) -> None:
         """End the spares, and remove what ranks have left in memory."""

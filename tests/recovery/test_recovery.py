@@ -99,7 +99,11 @@ def test_the_run_goes_on_with_the_same_numbers(
         assert unit["losses"] == pytest.approx(losses, rel=1e-5)
         assert unit["samples"] == 12 * 4 * ranks and unit["ranks"] == [rank, len(left)]
     for unit, (_, _, how) in deaths.items():
-        ended = "ended with code 1" if how == "raise" else "was ended by SIGKILL"
+        ended = (
+            "ended with code 1 (RuntimeError: planned)"
+            if how == "raise"
+            else "was ended by SIGKILL"
+        )
         if how == "SIGSTOP":
             ended = "was stopped for 1 s, so the launcher has ended it"
         assert f"xds: rank {unit} {ended}; ranks" in err
