@@ -120,6 +120,7 @@ class Order:
         is secret: an order in the arguments of a command has none.
     counts: with recovery, the ranks of each host, in the order of their numbers; () on one machine. This host
         is number `rendezvous.node_rank` of them; None: it is spare, and its processes wait for a place.
+    takes_over: the head before this one was killed. No rank starts until the head says which.
     """
 
     job: Job
@@ -135,6 +136,7 @@ class Order:
     heartbeat_seconds: float = 0.0
     key: str = field(default="", repr=False)
     counts: tuple[int, ...] = ()
+    takes_over: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         """The order as JSON values."""

@@ -199,7 +199,8 @@ class Decider:
 
     def launcher_killed(self) -> None:
         """Before the start, with one copy: new processes take all places of another launcher."""
-        self.lighthouse.take_over(len(self.host_of))
+        has_buddies = len(set(self.host_of.values())) > 1
+        self.lighthouse.take_over(len(self.host_of), has_buddies=has_buddies)
         self._running.clear()
         self._codes = dict.fromkeys(self.host_of, -int(signal.SIGKILL))
         self._endings = dict.fromkeys(self.host_of, "the launcher was killed")

@@ -115,10 +115,10 @@ class Lighthouse:
             self.generation = Generation(0, tuple(numbers))
         return True
 
-    def take_over(self, num_ranks: int) -> None:
+    def take_over(self, num_ranks: int, *, has_buddies: bool) -> None:
         """The launcher before this one was killed, and all ranks with it: each has left versions."""
         self.units = [(rank,) for rank in range(num_ranks)]
-        self.min_units, self.has_one_copy = 1, True
+        self.min_units, self.has_one_copy, self.has_buddies = 1, True, has_buddies
         self.generation = Generation(0, tuple(range(num_ranks)))
 
     def unit_of(self, rank: int) -> int:

@@ -36,17 +36,31 @@ def all_folders(launcher_pid: int) -> str:
     return str(_parent() / f"{_PREFIX}{launcher_pid}-*")
 
 
+def versions_of(launcher_pid: int) -> Path:
+    """The folder of all versions in the memory of this host, by the launcher."""
+    return _parent() / f"{_PREFIX}{launcher_pid}-versions"
+
+
+def launchers_with_versions() -> list[int]:
+    """The process ids of launchers that have such a folder on this host."""
+    found = (path.name.split("-")[2] for path in _parent().glob(f"{_PREFIX}*-versions"))
+    return sorted(int(number) for number in found if number.isdecimal())
+
+
 def are_complete(launcher_pid: int) -> bool:
     """A launcher on this host has left complete versions of all its ranks."""
-    folder = _parent() / f"{_PREFIX}{launcher_pid}-versions"
-    ranks = [Slots(path) for path in folder.glob("host*/rank*")]
+    ranks = [Slots(path) for path in versions_of(launcher_pid).glob("host*/rank*")]
     return bool(ranks) and all(max(rank.steps) != NONE for rank in ranks)
+
+
+def has_versions(launcher_pid: int) -> bool:
+    """Any rank of a launcher on this host has a complete version."""
+    return any(versions_of(launcher_pid).glob(f"host*/rank*/*/{_STEP}"))
 
 
 def take_over(launcher_pid: int) -> None:
     """In a launcher: its ranks have the versions of the ranks of another one, which was killed."""
-    folder = _parent() / f"{_PREFIX}{launcher_pid}-versions"
-    folder.rename(_parent() / f"{_PREFIX}{os.getpid()}-versions")
+    versions_of(launcher_pid).rename(versions_of(os.getpid()))
 
 
 def new_folder() -> Path:
@@ -61,8 +75,7 @@ def own_host() -> int:
 
 def versions_folder(rank: int) -> Path:
     """The folder of versions of `rank` in the memory of this host, for a rank of the launcher."""
-    name = f"{_PREFIX}{os.getppid()}-versions"
-    return _parent() / name / f"host{own_host()}" / f"rank{rank}"
+    return versions_of(os.getppid()) / f"host{own_host()}" / f"rank{rank}"
 
 
 def ranks_with_versions() -> list[int]:
@@ -199,9 +212,12 @@ __all__ = [
     "all_folders",
     "are_complete",
     "files_of",
+    "has_versions",
+    "launchers_with_versions",
     "new_folder",
     "own_host",
     "ranks_with_versions",
     "take_over",
     "versions_folder",
+    "versions_of",
 ]

@@ -89,11 +89,15 @@ def tell_decider(decider: Decider, host: int, event: Ended | Stopped) -> None:
 
 @final
 class HeadLine:
-    """The queues between the ranks of a host and its connection to the head."""
+    """What passes between the ranks of a host and its connection to the head.
+
+    attempts: by rank, the number of the last new process that has run here. Read at the end.
+    """
 
     def __init__(self) -> None:
         self.events: queue.SimpleQueue[Ended | Stopped | None] = queue.SimpleQueue()
         self.commands: queue.SimpleQueue[Any] = queue.SimpleQueue()  # Fill, Kill, Finish
+        self.attempts: dict[int, int] = {}
 
 
 # -- the processes of one host ------------------------------------------------------------------------------
@@ -145,7 +149,8 @@ class Runner:
 
         job = self._order.job
         self._argv = [sys.executable, "-u", WORKER, job.kind, job.target, *job.args]
-        for rank in [] if self._own is None else self._take_place(self._own, is_first=None):
+        is_first = None if starts else False  # logs go on
+        for rank in [] if self._own is None else self._take_place(self._own, is_first=is_first):
             if not starts:
                 continue
             process = subprocess.Popen(
@@ -225,12 +230,8 @@ class Runner:
             self._inbox.put(Ended(rank, place.attempt, -signal.SIGKILL))
 
     def end(self) -> None:
-        """End the spares, and remove what ranks have left in memory."""
-        from ...recovery.slots import all_folders
-
+        """End the spares."""
         self._spares.end()
-        for path in glob(all_folders(os.getpid())):
-            shutil.rmtree(path, ignore_errors=True)
 
     # -- environments -------------------------------------------------------------------------------
 
@@ -371,7 +372,7 @@ class Units(HostUnits):
         from ...ops.watch.store import Store
         from ...recovery.decider import Decider, Place
         from ...recovery.generations import Lighthouse
-        from ...recovery.slots import are_complete
+        from ...recovery.slots import all_folders, are_complete
         from .rendezvous_store import serve
 
         order = self.order
@@ -393,6 +394,8 @@ class Units(HostUnits):
             self._follow(runner, decider)
         finally:
             runner.end()
+            for path in glob(all_folders(os.getpid())):
+                shutil.rmtree(path, ignore_errors=True)
         failed = decider.failed
         self.failures = {rank: one for rank, one in runner.failures.items() if rank in failed}
 
@@ -426,7 +429,10 @@ class Units(HostUnits):
 
 @final
 class UnitsOfHead(HostUnits):
-    """The ranks of one of several hosts. The head has the decider and the store."""
+    """The ranks of one of several hosts. The head has the decider and the store.
+
+    The node part removes what they leave in memory (see remote/holding.py).
+    """
 
     def __init__(
         self,
@@ -446,12 +452,13 @@ class UnitsOfHead(HostUnits):
         runner = self._runner = Runner(*given, self._line.commands)
         is_over = False
         try:
-            runner.begin()
+            runner.begin(starts=not self.order.takes_over)
             while runner.is_running or not (is_over or self._stop_asked.signum):
                 for each in runner.look(LOOK_SECONDS):
                     if isinstance(each, Ended | Stopped):
                         self._line.events.put(each)
                     elif isinstance(each, Fill):
+                        self._line.attempts[each.rank] = each.attempt
                         runner.fill(each)
                     elif isinstance(each, Kill):
                         runner.kill(each.ranks)

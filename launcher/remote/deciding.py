@@ -41,7 +41,14 @@ class Deciding:
     """
 
     def __init__(
-        self, hosts: Sequence[Host], counts: Sequence[int], num_spares: int, endpoint: str, key: str
+        self,
+        hosts: Sequence[Host],
+        counts: Sequence[int],
+        num_spares: int,
+        endpoint: str,
+        key: str,
+        *,
+        takes_over: bool = False,
     ) -> None:
         """
         Args:
@@ -49,6 +56,7 @@ class Deciding:
             counts: the ranks of the first of them.
             endpoint: the address at which they reach the head, and a port or 0.
             key: of the run.
+            takes_over: the head before this one was killed, and hosts hold versions of its ranks.
         """
         self.endpoint, self._store = _served(endpoint)
         places, first = [], 0
@@ -59,6 +67,8 @@ class Deciding:
             first += count
         lighthouse = Lighthouse(Store(self._store, "recovery", -1, key), first)
         self.decider = Decider(lighthouse, places, num_spares)
+        if takes_over:
+            self.decider.launcher_killed()
         self.is_finished = False  # the hosts know that all ranks have ended
         self._looked_seconds = time.monotonic()
 

@@ -7,6 +7,8 @@
 
 The node processes communicate with each other only through torch's rendezvous. The head decides the
 participants and the rendezvous endpoint, so a start needs no agreement protocol.
+
+With recovery another head follows one that is killed (ranks/keeper.py), and goes on from what hosts hold.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import resource
 import secrets
 import selectors
 import signal
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,6 +29,7 @@ from ...utils.messages import write_stderr
 from ...utils.sealing import new_key
 from ..job import Host, Job, Order, Remote, Rendezvous, Restarts
 from ..ranks.failure import first_failure, was_preempted
+from ..ranks.guard import LAUNCHER_KILLED
 from ..ranks.network import join_endpoint
 from ..ranks.stop import Stop, stop_signals
 from ..ranks.supervise import import_torch
@@ -46,7 +50,9 @@ from .start import (
 )
 
 if TYPE_CHECKING:
+    from ..ranks.keeper import Keeper
     from .deciding import Deciding
+    from .holding import Held
 
 CONNECTING_AT_ONCE = 64
 _TICK_SECONDS = 0.1
@@ -54,6 +60,7 @@ _TICK_SECONDS = 0.1
 _LIMITS_SECONDS = {"connecting": 30.0, "preparing": 120.0}
 _RETRY_SECONDS = 5.0  # between attempts to reach a lost host
 _RETURN_SECONDS = 300.0  # how long to wait for hosts if there are too few
+_TAKE_OVER_SECONDS = 120.0  # the same of hosts of another head
 _FILES_A_LINK = 4
 _LEAVE_SECONDS = 2.0
 
@@ -62,9 +69,17 @@ def run_per_host(
     job: Job, hosts: Sequence[Host], remote: Remote, backend: PerHost, restarts: Restarts
 ) -> int:
     """Run `job` on `hosts` to its end. Returns the exit code of the first rank that failed, or 0."""
+    keeper = None
+    if job.recovers and sys.platform == "linux":  # as on one machine
+        from ..ranks.keeper import Keeper
+
+        keeper = Keeper()
+        code = keeper.run()
+        if code is not None:  # this is the keeper
+            return code
     allow_files(_FILES_A_LINK * len(hosts) + 64)
     with stop_signals() as stop, _suspension_ignored():
-        return _Head(job, hosts, remote, backend, restarts, stop).run()
+        return _Head(job, hosts, remote, backend, restarts, stop, keeper).run()
 
 
 def allow_files(needed: int) -> None:
@@ -107,6 +122,7 @@ class _Member:
     link: NodeLink | None = None
     address: str = ""
     head_address: str = ""  # where it sees this machine
+    held: Held = field(default_factory=dict)  # whose versions it holds of a head before
     port: int = 0
     ahead_seconds: float = 0.0  # its clock minus ours
     next_attempt: float = 0.0
@@ -140,7 +156,9 @@ class _Head:
         backend: PerHost,
         restarts: Restarts,
         stop: Stop,
+        keeper: Keeper | None,
     ) -> None:
+        """keeper: of a run with recovery."""
         self._job, self._remote, self._backend = job, remote, backend
         self._restarts, self._stop = restarts, stop
         self._write = own_streams(stop)
@@ -151,7 +169,8 @@ class _Head:
 
             is_near = job.num_sites == 1  # links between sites are slower
             self._limit_seconds = heartbeat_seconds(SHORT_SECONDS if is_near else HEARTBEAT_SECONDS)
-        self._token = secrets.token_hex(8)
+        self._keeper = keeper
+        self._token = secrets.token_hex(8) if keeper is None else keeper.run_id
         self._members = [_Member(host) for host in hosts]
         self._by_link: dict[NodeLink, _Member] = {}
         self._selector = selectors.DefaultSelector()
@@ -191,8 +210,15 @@ class _Head:
 
     # -- a start ------------------------------------------------------------------------------------------
 
+    @property
+    def _takes_over(self) -> bool:
+        """This start goes on from what hosts hold of a head before."""
+        return self._generation == 0 and self._keeper is not None and self._keeper.num_killed > 0
+
     def _gather(self) -> list[tuple[_Member, int]]:
         """Connect until a start is possible, at first with every host. Empty if a start is impossible."""
+        if self._takes_over:
+            return self._gather_again()
         begun = time.monotonic()
         is_logged = False
         while not self._stop.signum:
@@ -214,6 +240,21 @@ class _Head:
                 self._say(f"waiting for hosts to come back, up to {_RETURN_SECONDS:.0f} s")
         return []
 
+    def _gather_again(self) -> list[tuple[_Member, int]]:
+        """Connect until each place of the start before has a host. Empty if no host holds versions."""
+        begun = time.monotonic()
+        while not self._stop.signum:
+            self._turn()
+            is_late = time.monotonic() - begun > _TAKE_OVER_SECONDS
+            if any(m.state in ("away", "connecting", "preparing") for m in self._members):
+                if not is_late:
+                    continue
+            is_held = any(m.held for m in self._members if m.state == "ready")
+            chosen = self._chosen() if is_held else []
+            if chosen or is_late or not is_held:
+                return chosen
+        return []
+
     def _is_elastic(self) -> bool:
         return 0 < self._restarts.min_nodes < len(self._members)
 
@@ -221,7 +262,8 @@ class _Head:
         ready = {m.host.name: m for m in self._members if m.state == "ready"}
         hosts = [m.host for m in ready.values()]
         if self._job.recovers:
-            picked = hosts_in_place(hosts, [m.host for m in self._members])
+            held = {name: m.held for name, m in ready.items()} if self._takes_over else {}
+            picked = hosts_in_place(hosts, [m.host for m in self._members], held)
             return [(ready[host.name], ranks) for host, ranks in picked]
         picked = choose_hosts(hosts, len(self._members), self._restarts)
         return [(ready[host.name], ranks) for host, ranks in picked]
@@ -229,6 +271,10 @@ class _Head:
     def _give_up(self) -> int:
         if self._stop.signum:
             return 128 + self._stop.signum
+        if self._takes_over:
+            text = final_report([], [], {}, self._lost)[0] if self._lost else ""
+            write_stderr(text + LAUNCHER_KILLED, self._stop.is_requested)
+            return 128 + signal.SIGKILL
         text, code = final_report([], [], {}, self._lost)
         write_stderr(text, self._stop.is_requested)
         return code
@@ -275,7 +321,8 @@ class _Head:
         address = head_address(seen, self._remote.master_addr)
         endpoint = join_endpoint(address, self._remote.master_port or 0)
         hosts, num_spares = [m.host for m in members], self._job.num_spares
-        start.deciding = Deciding(hosts, counts, num_spares, endpoint, key)
+        given = (hosts, counts, num_spares, endpoint, key)
+        start.deciding = Deciding(*given, takes_over=self._takes_over)
         for member, place in zip(members, start.deciding.decider.places, strict=True):
             place.is_there = member.state == "ready"
         return start.deciding.endpoint
@@ -296,6 +343,9 @@ class _Head:
         from ...recovery.decider import Fill, Kill, Tell
 
         decider = deciding.decider
+        if self._keeper is not None:
+            is_whole = decider.lighthouse.has_one_copy and not decider.is_ending
+            self._keeper.note_versions(on_hosts=is_whole)
         self._take_back(deciding, start)
         for command in deciding.look():
             if isinstance(command, Tell):
@@ -321,6 +371,8 @@ class _Head:
             start.members += [m for m in self._members if m not in start.members]
             endpoint = self._decide_from_now(start, [count for _, count in chosen], key)
             num_spare = sum(member.state == "ready" for member in start.members[len(chosen) :])
+            if self._takes_over:  # one may have a place now
+                num_spare = sum(member.host.is_spare for member in self._members)
             environment = {**remote.environment, "XDS_SPARE_HOSTS": str(num_spare)}
             remote = replace(remote, environment=environment)
         else:
@@ -340,6 +392,7 @@ class _Head:
                 max_restarts=self._restarts.max_restarts,
                 heartbeat_seconds=self._limit_seconds,
                 key=key,
+                takes_over=self._takes_over,
             )
             _send_order(member, start.order)
         assert start.order is not None
@@ -415,12 +468,13 @@ class _Head:
             )
             member.state, member.link = "connecting", link
             self._by_link[link] = member
-            link.send_handshake(member.host.name, self._limit_seconds)
+            number = None if self._keeper is None else self._keeper.num_killed
+            link.send_handshake(member.host.name, self._limit_seconds, number)
             num_connecting += 1
 
     def _generation_can_use(self, member: _Member) -> bool:
         """Whether to reconnect to a lost host: only if a later start can use it."""
-        has_begun = self._start is not None or self._generation > 0
+        has_begun = self._start is not None or self._generation > 0 or self._takes_over
         return has_begun and (self._restarts.max_restarts > 0 or self._job.recovers)
 
     def _look_for_silence(self, now: float) -> None:
@@ -440,6 +494,7 @@ class _Head:
             member.state = "ready"
             member.address, member.port = message["address"], message["port"]
             member.head_address = message["head"]
+            member.held = {int(rank): (head, number) for rank, (head, number) in message["held"]}
             member.ahead_seconds = message["now"] - time.time()
         elif start is None or member not in start.members:
             return

@@ -75,11 +75,13 @@ class NodeLink:
         """Queue one message for the node process."""
         self._send_line({"kind": kind, **more})
 
-    def send_handshake(self, host: str, heartbeat_seconds: float) -> None:
-        """Send the first line: the token, the host's name, and the heartbeat timeout."""
-        self._send_line(
-            {"token": self._token, "host": host, "heartbeat_seconds": heartbeat_seconds}
-        )
+    def send_handshake(self, host: str, heartbeat_seconds: float, head: int | None) -> None:
+        """Send the first line: the token, the host's name, the heartbeat timeout, and the number of this head.
+
+        head: None without recovery.
+        """
+        first = {"token": self._token, "host": host, "heartbeat_seconds": heartbeat_seconds}
+        self._send_line({**first, "head": head})
 
     def _send_line(self, message: Mapping[str, Any]) -> None:
         if not self._stdin.closed:

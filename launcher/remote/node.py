@@ -4,11 +4,13 @@
     -m xds.launcher.remote.node --orders TEXT [--index N]  one order, in the arguments; no messages follow
 
 Its messages go to standard output, in frames between rank 0's own output. If the head sends nothing within the
-timeout, closes its end of a stream, or sends "quit", all ranks here are stopped, and this process ends.
+timeout, closes its end of a stream, or sends "quit", all ranks here are stopped, and this process ends. What
+they have in memory is held for another head first, if this one has not said "quit": see holding.py.
 
     message  meaning                                      what the head does then
     here     connected; torch is being imported           connects to the next host
-    hello    a free port here, this host's address        chooses the rendezvous endpoint
+    hello    a free port here, this host's address,       chooses the rendezvous endpoint, and where ranks
+             the ranks whose versions are held here       go on
     failed   the first rank here has failed               stops the ranks of the other hosts
     ended    all ranks here have ended: the results       reports, or sends the next order
     beat     heartbeat
@@ -35,6 +37,7 @@ from typing import Any, BinaryIO, final
 
 from ...ops.device import show_only
 from ...recovery.decider import Fill, Kill
+from ...recovery.slots import has_versions
 from ...utils.errors import XdsError
 from ...utils.messages import write_whole
 from ..job import Order
@@ -44,6 +47,7 @@ from ..ranks.run_folder import RunFolder, run_folder
 from ..ranks.stop import Stop, stop_signals
 from ..ranks.supervise import Outcome, import_torch, supervise
 from ..ranks.units import Ended, Finish, HeadLine
+from .holding import HOLD_SECONDS, Holding
 from .messages import HEARTBEATS_PER_TIMEOUT, PART_BYTES, frame, unpack_order
 
 _DEFAULT_HEARTBEAT_SECONDS = 2.0
@@ -110,8 +114,10 @@ def _send_heartbeats(writer: HeadWriter, seconds: float, stop: Stop) -> None:
 
 def _stop_ranks(stop: Stop) -> None:
     """The head is lost: stop the ranks, and exit after a time limit even if something hangs."""
-    stop.request(signal.SIGTERM, is_for_peer=True)
-    timer = threading.Timer(_LEAVE_SECONDS, os._exit, (1,))
+    is_held = has_versions(os.getpid())  # what ranks would do at their end, they may do later
+    stop.request(signal.SIGKILL if is_held else signal.SIGTERM, is_for_peer=True)
+    seconds = _LEAVE_SECONDS + (HOLD_SECONDS if is_held else 0)
+    timer = threading.Timer(seconds, os._exit, (1,))
     timer.daemon = True
     timer.start()
 
@@ -136,8 +142,11 @@ def _addresses() -> dict[str, str]:
 class _Node:
     """The state of this host that persists from one start of the ranks to the next."""
 
-    def __init__(self, writer: HeadWriter, process_stop: Stop) -> None:
-        self._writer, self._process_stop = writer, process_stop
+    def __init__(
+        self, writer: HeadWriter, process_stop: Stop, holding: Holding | None = None
+    ) -> None:
+        """holding: for orders with recovery."""
+        self._writer, self._process_stop, self._holding = writer, process_stop, holding
         self._folders = contextlib.ExitStack()
         self._folder: RunFolder | None = None
         self.outcome = Outcome()
@@ -148,6 +157,10 @@ class _Node:
             outcome = self._run(order, stop, line)
         except (XdsError, OSError) as error:
             outcome = Outcome(error=str(error))
+        if line is not None and self._holding is not None:
+            self._holding.note(line.attempts)
+            if not self._process_stop.is_for_peer:  # the head is there
+                self._holding.remove()
         self._writer.send(
             "ended",
             generation=order.generation,
@@ -168,6 +181,8 @@ class _Node:
             run_id = order.rendezvous.run_id.partition(".")[0]
             self._folder = self._folders.enter_context(run_folder(order.job.log_dir, run_id))
         folder = self._folder
+        if self._holding is not None:
+            self._holding.begin(order)
         with RankZero(folder.path, folder.log(0), self._writer.write, stop.is_requested) as tee:
             failed = partial(self._writer.send, "failed", generation=order.generation)
             if line is None:
@@ -219,17 +234,32 @@ def _serve(stop: Stop) -> int:
         return 2
     writer = HeadWriter(first["token"], first["host"])
     writer.send("here")
+    if first["head"] is None:
+        return _serve_orders(stream, first, writer, stop)
+    with Holding(first["token"], first["host"], first["head"]) as holding:
+        return _serve_orders(stream, first, writer, stop, holding)
+
+
+def _serve_orders(
+    stream: BinaryIO,
+    first: Mapping[str, Any],
+    writer: HeadWriter,
+    stop: Stop,
+    holding: Holding | None = None,
+) -> int:
+    held = {} if holding is None else holding.take_over()
     # done first: it may take long from a cold disk, and blocks every thread
     import_torch()
     reader = _HeadReader(stream, stop, first["heartbeat_seconds"])
-    _start_heartbeat(writer, first["heartbeat_seconds"], stop)
-    addresses = _addresses()
-    if addresses["head"]:
-        os.environ["XDS_HOST_ADDRESS"] = addresses["address"]  # for the ranks
-    writer.send("hello", pid=os.getpid(), port=free_port(), **addresses)
-    reader.start()
-    node = _Node(writer, stop)
+    node = _Node(writer, stop, holding)
     try:
+        _start_heartbeat(writer, first["heartbeat_seconds"], stop)
+        addresses = _addresses()
+        if addresses["head"]:
+            os.environ["XDS_HOST_ADDRESS"] = addresses["address"]  # for the ranks
+        told = {"held": list(held.items()), **addresses}
+        writer.send("hello", pid=os.getpid(), port=free_port(), **told)
+        reader.start()
         while (taken := reader.orders.get()) is not None:
             node.run(*taken)
             if stop.signum:  # a signal on this host, not a message of the head
@@ -238,6 +268,8 @@ def _serve(stop: Stop) -> int:
         return 1
     finally:
         node.leave()
+        if holding is not None and reader.is_lost():
+            holding.hold()
     return 0
 
 
@@ -257,6 +289,7 @@ class _HeadReader(threading.Thread):
     def __init__(self, stream: BinaryIO, stop: Stop, heartbeat_seconds: float) -> None:
         super().__init__(name="xds-ears", daemon=True)
         self.orders: queue.Queue[tuple[Order, Stop, HeadLine | None] | None] = queue.Queue()
+        self._has_quit = False  # the head has ended as it should
         self._line: HeadLine | None = None  # of the order being run
         self._stream = stream
         self._process_stop = stop  # its follower is the stop of the order being run
@@ -283,9 +316,17 @@ class _HeadReader(threading.Thread):
         elif kind == "forward" and current is not None:
             current.forward(message["signum"])
         elif kind == "quit":
+            self._has_quit = True
             self.orders.put(None)
         elif kind in ("fill", "kill", "finish") and self._line is not None:
             self._line.commands.put(_command(kind, message))
+
+    def is_lost(self) -> bool:
+        """The head has ended, or is not reached, and nobody has ended this process."""
+        if self.is_alive():  # its last word may be on the way
+            self.join(_DRAIN_SECONDS)
+        stop = self._process_stop
+        return not self._has_quit and (stop.is_for_peer or not stop.signum)
 
     def _watch_silence(self) -> None:
         while time.monotonic() - self._last_received < self._limit_seconds:

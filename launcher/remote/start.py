@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 from ...utils.errors import UsageError
 from ...utils.messages import OutputWriter
@@ -15,6 +15,9 @@ from ..job import Host, Job, Order, Remote, Rendezvous, Restarts
 from ..ranks.failure import Failure, Kind, first_failure, report
 from ..ranks.stop import Stop
 from .link import Write
+
+if TYPE_CHECKING:
+    from .holding import Held
 
 HEARTBEAT_SECONDS = 6.0  # a host without messages for so long is lost
 _MAX_HOSTS_NAMED = 8
@@ -69,29 +72,45 @@ def choose_hosts(
     return chosen if len(chosen) >= (restarts.min_nodes or 1) else []
 
 
-def hosts_in_place(ready: Sequence[Host], every: Sequence[Host]) -> list[tuple[Host, int]]:
+def hosts_in_place(
+    ready: Sequence[Host], every: Sequence[Host], held: Mapping[str, Held] | None = None
+) -> list[tuple[Host, int]]:
     """(host, number of ranks) where spare hosts stand for those that are away; empty if there are too few.
 
     Args:
         ready: hosts that answer. every: of the hostfile, spare ones as well.
+        held: by name of a host, whose versions it holds. Ranks stay where the newest are.
 
     >>> a, b, c = Host("a", (0, 1)), Host("b", (0,)), Host("c", (0, 1, 2), is_spare=True)
     >>> [(host.name, ranks) for host, ranks in hosts_in_place([b, c], [a, b, c])]
     [('c', 2), ('b', 1)]
+    >>> held = {"a": {0: (0, 0), 1: (0, 0)}, "c": {0: (0, 3), 1: (0, 4)}}
+    >>> [(host.name, ranks) for host, ranks in hosts_in_place([a, b, c], [a, b, c], held)]
+    [('c', 2), ('b', 1)]
     """
-    spares = [host for host in ready if host.is_spare]
-    chosen = []
-    for wanted in every:
-        if wanted.is_spare:
+    held, places = held or {}, [host for host in every if not host.is_spare]
+    chosen: dict[int, Host] = {}
+    first = 0
+    for place, wanted in enumerate(places):
+        holders = {
+            held[host.name][first]: host for host in ready if first in held.get(host.name, {})
+        }
+        if holders:
+            chosen[place] = holders[max(holders)]
+        first += len(wanted.slots)
+    free = [host for host in ready if host not in chosen.values()]
+    for place, wanted in enumerate(places):
+        if place in chosen:
             continue
-        count = len(wanted.slots)
-        fits = [one for one in spares if len(one.slots) >= count and one.site == wanted.site]
-        if wanted not in ready and not fits:
+        # those without a place of their own
+        fits = [host for host in free if host.is_spare or places.index(host) in chosen]
+        count, site = len(wanted.slots), wanted.site
+        fits = [host for host in fits if len(host.slots) >= count and host.site == site]
+        if wanted not in free and not fits:
             return []
-        host = wanted if wanted in ready else fits[0]
-        chosen.append((host, count))
-        spares = [one for one in spares if one is not host]
-    return chosen
+        chosen[place] = wanted if wanted in free else fits[0]
+        free.remove(chosen[place])
+    return [(chosen[place], len(wanted.slots)) for place, wanted in enumerate(places)]
 
 
 def heartbeat_seconds(default_seconds: float = HEARTBEAT_SECONDS) -> float:

@@ -19,6 +19,9 @@ from helpers import on_busy_machines
 from real_hosts import Hosts, why_not
 from test_recovery import found_by, one_copy_config, plain
 
+from xds.launcher.ranks.guard import LAUNCHER_KILLED
+from xds.launcher.remote.holding import HOLD_SECONDS
+
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(bool(why_not()), reason=why_not() or "hosts can be made"),
@@ -156,6 +159,72 @@ def test_a_spare_host_gets_the_only_states_of_a_lost_one_from_the_next_host(
 
 def text_of(path: Path) -> str:
     return path.read_text() if path.exists() else ""
+
+
+def head_of(keeper: "subprocess.Popen[str]") -> int:
+    """The process below `xds` that decides."""
+    return int(Path(f"/proc/{keeper.pid}/task/{keeper.pid}/children").read_text().split()[0])
+
+
+def test_another_head_goes_on_where_the_newest_states_are(
+    hosts: Hosts, start: Start, tmp_path: Path
+) -> None:
+    """Ranks 0 and 1 have moved to the spare host when the head is killed, and host0 is there again."""
+    config = one_copy_config({"zero_optimization": {"stage": 1}})
+    script = SCRIPT.with_name("one_copy.py")
+    found = {}
+    for name in ("whole", "killed"):
+        out = tmp_path / name
+        out.mkdir()
+        given = {"OUT": out, "CONFIG": config, "DEATHS": "[]"}
+        process = start([2, 1, 2], ["", "", "spare"], script=script, PAUSE=0.3, **given)
+        if name == "killed":
+            lines = out / "rank0.jsonl"
+            wait_for(lambda: '"step": 3' in text_of(lines), process)  # noqa: B023
+            kill(hosts, "host0")
+            wait_for(lambda: '"step": 6' in text_of(lines), process)  # noqa: B023
+            os.kill(head_of(process), signal.SIGKILL)
+        err = ended(process)
+        found[name] = found_by(out, 3)
+    assert "host host0 was lost (the connection ended); the other ranks wait for new" in err
+    assert "xds: the launcher was ended by SIGKILL: another one starts, and new ranks" in err
+    assert "new processes of ranks 0, 1, 2 take part (generation 1)" in err
+    assert found["killed"] == found["whole"]
+    assert len(list(hosts.cache("host2").glob("xds/runs/*/rank1.log"))) >= 2
+    steps = [json.loads(line).get("step") for line in text_of(lines).splitlines()]
+    assert len(steps) - len(set(steps)) <= 4  # two of each failure
+
+
+def test_states_that_no_head_takes_over_are_removed(
+    hosts: Hosts, start: Start, tmp_path: Path
+) -> None:
+    config = one_copy_config({"zero_optimization": {"stage": 1}})
+    given = {"CONFIG": config, "DEATHS": "[]", "PAUSE": 0.2}
+    process = start([1, 1], script=SCRIPT.with_name("one_copy.py"), **given)
+    wait_for(lambda: '"step": 3' in text_of(tmp_path / "rank0.jsonl"), process)
+    process.kill()  # the keeper, and the kernel kills its head
+    process.wait()
+
+    def held(name: str) -> bool:
+        return any(path.endswith("-versions/held") for path in hosts.left_files(name))
+
+    deadline = time.monotonic() + on_busy_machines(20)
+    while not all(map(held, hosts.names[:2])):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    hosts.wait_until_empty(HOLD_SECONDS + on_busy_machines(20))  # what is left: see `start`
+
+
+def test_without_states_in_memory_a_killed_head_ends_the_run(
+    hosts: Hosts, start: Start, tmp_path: Path
+) -> None:
+    process = start([1, 1], PAUSE=0.05, STEPS=1000)
+    wait_for((tmp_path / "step8").exists, process)
+    os.kill(head_of(process), signal.SIGKILL)
+    _, err = process.communicate(timeout=on_busy_machines(60))
+    assert process.returncode == 128 + signal.SIGKILL
+    assert LAUNCHER_KILLED in err and "another one starts" not in err
+    hosts.wait_until_empty(on_busy_machines(20))  # at once
 
 
 def test_a_host_that_was_cut_off_is_refused_by_name(
