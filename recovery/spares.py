@@ -148,12 +148,14 @@ def take_place() -> None:
         os._exit(0)
     former = os.environ[_FILES]
     os.environ.update(json.loads(line))
-    for name in ("XDS_LAUNCHER_PID", "XDS_RANK_OUT", "XDS_RANK_ERR"):
-        os.environ.pop(name, None)  # nobody reads the streams of the rank before it
+    os.environ.pop("XDS_LAUNCHER_PID", None)
+    streams = [os.environ.pop(name, "") for name in ("XDS_RANK_OUT", "XDS_RANK_ERR")]
     files = os.environ[_FILES]
     with contextlib.suppress(OSError):  # faulthandler keeps its descriptor
         os.replace(f"{former}.fault.txt", f"{files}.fault.txt")
-    _take_streams(Path(f"{former}.log"), Path(f"{files}.log"), waiting.terminal)
+    if os.environ["RANK"] != "0":
+        streams = 2 * [f"{files}.log"]
+    _take_streams(Path(f"{former}.log"), streams, waiting.terminal)
     cores = os.environ.pop("XDS_RANK_CORES", "")
     if cores and sys.platform == "linux":
         for thread in os.listdir("/proc/self/task"):
@@ -161,17 +163,19 @@ def take_place() -> None:
                 os.sched_setaffinity(int(thread), [int(core) for core in cores.split(",")])
 
 
-def _take_streams(former: Path, log: Path, terminal: tuple[int, int]) -> None:
-    """Write to the log of the rank; as a new rank 0 to the terminal. What was written before comes first."""
+def _take_streams(former: Path, paths: Sequence[str], terminal: tuple[int, int]) -> None:
+    """Write to the log of the rank; as a new rank 0 to the launcher. What was written before comes first.
+
+    paths: of both streams. "": to the terminal.
+    """
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, OSError, ValueError):
             stream.flush()
-    targets = terminal
-    if os.environ["RANK"] != "0":
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOCTTY
-        with contextlib.suppress(FileNotFoundError):  # the run folder was removed
-            opened = os.open(log, flags, 0o600)
-            targets = opened, opened
+    targets = list(terminal)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOCTTY
+    for number, path in enumerate(paths):
+        with contextlib.suppress(FileNotFoundError):  # none, or the run folder was removed
+            targets[number] = os.open(path, flags, 0o600)
     with contextlib.suppress(OSError), open(former, "rb") as before:
         shutil.copyfileobj(before, open(targets[0], "wb", closefd=False))
     former.unlink(missing_ok=True)

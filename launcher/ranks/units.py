@@ -216,8 +216,6 @@ class Runner:
                 if comes and time.monotonic() < deadline:
                     continue
                 environment = {**os.environ, **changes}
-                for stream in ("XDS_RANK_OUT", "XDS_RANK_ERR"):
-                    environment.pop(stream, None)  # nobody reads those of the process before it
                 process = subprocess.Popen(self._argv, env=environment, start_new_session=True)
             del self._unfilled[rank]
             self._run_rank(rank, place.attempt, process)

@@ -130,8 +130,10 @@ def test_new_processes_take_the_place_of_a_lost_unit(
     launcher = ForkedLauncher(words, tmp_path, {**os.environ, **environ})
     out, err = launcher.communicate(on_busy_machines(90))
     assert launcher.returncode == 0, err
-    if shard == 1:  # by the rank, by its new process
-        assert (tmp_path / "logs" / "rank1.log").read_text().count("the script runs") == 2
+    for rank in [1] if shard == 1 else [0, 1]:  # by the rank, by its new process
+        log = (tmp_path / "logs" / f"rank{rank}.log").read_text()
+        assert log.count("the script runs") == 2
+    assert out.count("the script runs") == shard  # of rank 0
     again = "rank 1 is" if shard == 1 else "ranks 0, 1 are"
     assert f"{again} there again (generation 2)" in err
     found = [json.loads((tmp_path / f"unit{unit}.json").read_text()) for unit in range(ranks)]
