@@ -105,10 +105,6 @@ class Recovery(Section):
                 True,
                 zero.offload_optimizer.super_offload,
             ),
-            "zero_optimization.offload_optimizer.overlap_step": (
-                True,
-                zero.offload_optimizer.overlap_step,
-            ),
             "zero_optimization.zero_hpz_partition_size, zero_quantized_weights and _gradients": (
                 "ZeRO++",
                 zero.compresses,

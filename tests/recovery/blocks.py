@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import xds
+from xds.zero.core.param_bucket import ParamBucket
 from xds.zero.model.update import Updater
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -85,6 +86,15 @@ def main() -> None:
         return result
 
     Updater.step = step
+    wait = ParamBucket.wait
+
+    def wait_for_one(self):
+        was_deferred = self.is_deferred
+        wait(self)
+        if was_deferred and not self.is_deferred:
+            die("gather")  # others of this step are still to be gathered
+
+    ParamBucket.wait = wait_for_one
     if "pipeline" in CONFIG:
         from xds.pipe.channel import Channel
 

@@ -366,6 +366,18 @@ SLICES = {
             2,
             {
                 "zero_optimization": {
+                    "stage": 2,
+                    "offload_optimizer": {"device": "cpu", "overlap_step": True},
+                },
+                "bf16": {"enabled": True},
+            },
+            [[1, 2, "updated"], [0, 4, "gather"], [1, 6, "norm"]],
+            id="updates under the next forward",
+        ),
+        pytest.param(
+            2,
+            {
+                "zero_optimization": {
                     "stage": 3,
                     "offload_optimizer": {"device": "cpu"},
                     "offload_param": {"device": "cpu"},
@@ -403,6 +415,16 @@ def test_new_processes_know_what_forwards_of_the_others_have_found(
                 },
             },
             id="shard groups",
+        ),
+        pytest.param(
+            {
+                "zero_optimization": {
+                    "stage": 2,
+                    "mics_shard_size": 2,
+                    "offload_optimizer": {"device": "cpu", "overlap_step": True},
+                },
+            },
+            id="updates under the next forward",
         ),
     ],
 )

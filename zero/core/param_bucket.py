@@ -440,10 +440,18 @@ class ParamBucket:
         return changed[0] if changed else ""
 
     def abandon(self) -> None:
-        """Be dropped, without a wait: what is in flight will not arrive, for the group has failed."""
+        """Be dropped, without a wait: what is in flight will not arrive, for the group has failed.
+
+        Values that were deferred count as gathered, as others may have them: all ranks publish their own again.
+        """
         self._handle = None
         self.is_held = False
-        if self._reshards and self.raw.untyped_storage().nbytes():
+        if self._deferred is Deferred.ALL:
+            self._deferred = Deferred.NOTHING
+            self._become(ShardState.UNSHARDED)
+            self._point_to(self._views)
+            self._versions = self._read_versions()
+        elif self._reshards and self.raw.untyped_storage().nbytes():
             self._become(ShardState.SHARDED)
             self._point_to(self._placeholders)
             self.raw.untyped_storage().resize_(0)
