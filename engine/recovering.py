@@ -20,6 +20,7 @@ import json
 import logging
 import os
 import shutil
+import sys
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -37,7 +38,7 @@ from ..ops.comm.exchange import agreeing, all_gather_json
 from ..ops.comm.mesh_groups import MeshGroups
 from ..ops.comm.opening import open_collectives
 from ..recovery.buddies import newest_common, steps_of
-from ..recovery.generations import Generation, Meeting
+from ..recovery.generations import GONE_BACK, Generation, Meeting
 from ..recovery.slots import NONE, new_folder
 from ..recovery.units import data_ranks_of_unit, mesh_of_units, shares_of
 from ..utils.errors import PeerError, UsageError, XdsError
@@ -66,6 +67,21 @@ CONNECT_SECONDS = 1.0
 MOST_CONNECT_SECONDS = 60.0
 NEW = -1  # the step of a process that has no states yet
 Result = TypeVar("Result")
+
+
+@final
+class GoneBack(SystemExit):
+    """The script is in a save that the run has not come to yet, so a new process is this rank from now on."""
+
+    def __init__(self, rank: int, step: int, saved_step: int) -> None:
+        """step: to which the run goes back. saved_step: of the save."""
+        text = (
+            f"rank {rank}: the run goes back to step {step}, and the script is in a save after step "
+            f"{saved_step}, so a new process takes its place after step {step}"
+        )
+        log.warning(text)
+        super().__init__(text)
+        self.code = GONE_BACK
 
 
 @final
@@ -334,7 +350,8 @@ class LiveRecovery(Recovery):
     def end(self) -> None:
         self._losses.end()
         if self._versions is not None:
-            self._versions.close()
+            # where a script ends its engine for an error, a new process goes on from them
+            self._versions.close(removes=sys.exc_info()[0] is None)
         self._target = None
         self._collectives.watch.recovers = False
 
@@ -634,10 +651,7 @@ class LiveRecovery(Recovery):
                 f"them share: start the run again from its last checkpoint{where}"
             )
         if self._is_inside and step < target.counters.global_steps:
-            raise UsageError(
-                f"rank {self._rank}: the run goes back to step {step}, and the script is in a save after "
-                f"step {target.counters.global_steps}, so a new process takes its place after step {step}"
-            )
+            raise GoneBack(self._rank, step, target.counters.global_steps)
         versions.fetch_missing(step, own, copies)
         versions.drop_guests_after(step)
         client_state = read_image(

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
-from .generations import Lighthouse, there_again
+from .generations import GONE_BACK, Lighthouse, there_again
 
 STOPPED_SECONDS = 1.0  # a rank that is stopped for so long is lost
 # Of new processes in turn: before they take part, or with one copy after the same step. The next would fail too
@@ -307,7 +307,8 @@ class Decider:
     def _replace(self, rank: int, ending: str) -> None:
         """With one copy: start a new process for `rank`, or end the run."""
         self._endings[rank] = ending
-        is_error = all(self._codes[other] > 0 for other in self._endings)
+        codes = [self._codes[other] for other in self._endings]
+        is_error = all(code > 0 and code != GONE_BACK for code in codes)
         # a rank has ended, or all have raised: new processes would raise again
         is_error &= len(self._endings) == len(self.host_of)
         if 0 in self._codes.values() or is_error or self.lighthouse.is_given_up():

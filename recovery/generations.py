@@ -24,6 +24,11 @@ _JOINED, _GIVEN_UP = "joined after step ", f"{PREFIX}/given up"
 POLL_SECONDS = 0.002  # between two looks for the others
 
 
+GONE_BACK = (
+    75  # exit code (EX_TEMPFAIL): the script cannot go back with the run, and a new process can
+)
+
+
 @final
 @dataclass(frozen=True)
 class Generation:
@@ -363,6 +368,7 @@ def there_again(ranks: Sequence[int]) -> str:
 
 
 __all__ = [
+    "GONE_BACK",
     "POLL_SECONDS",
     "Announced",
     "Generation",

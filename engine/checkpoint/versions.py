@@ -243,13 +243,14 @@ class Versions:
         for rank in set(ranks_with_versions()).difference(self._neighbours):
             Slots(versions_folder(rank)).drop_after(step)
 
-    def close(self) -> None:
-        """No version is needed any more."""
+    def close(self, *, removes: bool) -> None:
+        """This rank writes no more. removes: no version of it is needed any more."""
         with suppress(XdsError):
             self.stop()
         if self._courier is not None:
             self._courier.close()
-        self._slots.remove()
+        if removes:
+            self._slots.remove()
 
 
 def held_of(told: Sequence[Any]) -> list[Held]:

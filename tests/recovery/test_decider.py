@@ -5,7 +5,7 @@ from torch.distributed import HashStore
 
 from xds.ops.watch.store import Store
 from xds.recovery.decider import Decider, End, Fill, Kill, Place, Tell
-from xds.recovery.generations import Lighthouse, Meeting
+from xds.recovery.generations import GONE_BACK, Lighthouse, Meeting
 
 KILLED, RAISED = -9, 1
 
@@ -122,6 +122,16 @@ TABLE: dict[str, tuple[dict, list[tuple[tuple, list[str]]]]] = {
             (("ended", 2, 2, 0), [f"rank 2 ended with code 0{WAITS}", "a: rank 2 as 3"]),
             (("ended", 2, 3, 0), ["rank 2 ended with code 0, and so did 3 of its new processes after the same "
                                   "step: the run ends", "end"]),
+        ],
+    ),
+    "with one copy, a rank raises, and the others cannot go back in their process": (
+        {"places": ALONE, "has_one_copy": True},
+        [
+            (("announce",), []),
+            (("ended", 2, 0, RAISED), [f"rank 2 ended with code 1{WAITS}", "a: rank 2 as 1"]),
+            (("ended", 0, 0, GONE_BACK), [f"rank 0 ended with code 75{WAITS}", "a: rank 0 as 2"]),
+            (("ended", 1, 0, GONE_BACK), [f"rank 1 ended with code 75{WAITS}", "a: rank 1 as 3"]),
+            (("ended", 3, 0, GONE_BACK), [f"rank 3 ended with code 75{WAITS}", "a: rank 3 as 4"]),
         ],
     ),
     "a new process ends well before anybody has seen that it takes part": (

@@ -510,11 +510,16 @@ def test_the_other_pipelines_run_the_micro_batches_of_a_lost_one(tmp_path: Path)
                 )
 
 
-def changed_run(folder: Path, stage: int, in_forward: str) -> ForkedLauncher:
-    """Two ranks with one copy of the states, whose script does this in each forward."""
+def changed_run(
+    folder: Path, stage: int, in_forward: str, changes: dict[str, str] | None = None
+) -> ForkedLauncher:
+    """Two ranks with one copy of the states, whose script does this in each forward. changes: of its text."""
     script = folder / "changed.py"
     text = SCRIPT.with_name("one_copy.py").read_text()
-    script.write_text(text.replace('die("forward")', in_forward))
+    for old, new in {'die("forward")': in_forward, **(changes or {})}.items():
+        assert old in text
+        text = text.replace(old, new)
+    script.write_text(text)
     config = {
         "zero_optimization": {"stage": stage},
         "recovery": {"enabled": True},
@@ -533,6 +538,20 @@ def test_a_rank_that_fails_again_and_again_ends_the_run(tmp_path: Path) -> None:
     assert launcher.returncode == 1 and "bad sample" in err
     why = "rank 1 ended with code 1 (AssertionError: bad sample)"
     assert f"{why}, and so did 3 of its new processes after the same step" in err
+
+
+@pytest.mark.slow
+def test_a_script_that_ends_its_engine_after_an_error_keeps_the_versions(tmp_path: Path) -> None:
+    """Rank 1 raises once after step 5, when rank 0 is in the save of it."""
+    once = 'assert RANK == 0 or (OUT / "once").touch() or engine.global_steps != 5, "once"'
+    once = f'if engine.global_steps == 5 and not (OUT / "once").exists(): {once}'
+    ends = "    try:\n        main()\n    finally:\n        engine.destroy()"
+    changes = {"engine.save_checkpoint(": f"{once}\n                    engine.save_checkpoint("}
+    launcher = changed_run(tmp_path, 1, "pass", {**changes, "    main()": ends})
+    _, err = launcher.communicate(on_busy_machines(90))
+    assert launcher.returncode == 0, err
+    assert "rank 1 ended with code 1 (AssertionError: once); the other ranks wait" in err
+    assert "rank 0 ended with code 75" in err and "ranks 0, 1 go on after step 4" in err
 
 
 @pytest.mark.slow
