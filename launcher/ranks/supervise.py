@@ -22,7 +22,7 @@ import socket
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
@@ -98,6 +98,8 @@ def supervise(
         outcome = Outcome(is_agent_alive=agent.is_alive(), store_reference=agent.store_reference)
         if stop.signum or agent.failures or agent.fault:
             workers.kill_remaining()
+        else:  # the run went on without them
+            workers.kill_remaining(agent.lost_pids)
     outcome.error = agent.fault
     if outcome.is_agent_alive:
         outcome.failures = _recorded_failures(agent, folder)
@@ -186,9 +188,13 @@ class Workers:
             else:
                 os.kill(pid, signum)
 
-    def kill_remaining(self) -> None:
-        """After a failure: wait briefly for the child processes of the workers, then kill the rest."""
-        end_sessions(still_ours(self._began), HELPERS_SECONDS)
+    def kill_remaining(self, pids: Collection[int] | None = None) -> None:
+        """After a failure: wait briefly for the child processes of the workers, then kill the rest.
+
+        pids: of the workers that have failed; None: all.
+        """
+        began = {pid: at for pid, at in self._began.items() if pids is None or pid in pids}
+        end_sessions(still_ours(began), HELPERS_SECONDS)
 
     def _watch(self, pid: int) -> None:
         status: int | None = None
@@ -219,6 +225,8 @@ class _Agent(threading.Thread):
     """A thread that runs torch's agent and stores its result."""
 
     is_ending = True  # when one rank fails
+    num_started = 0  # beside those of the start
+    lost_pids: Collection[int] = ()  # without which the run went on
 
     def __init__(self, order: Order, folder: RunFolder, stop: Stop, extra: dict[str, str]) -> None:
         super().__init__(name="xds-agent", daemon=True)
@@ -291,11 +299,12 @@ def _supervise(
 ) -> None:
     """Wait for the agent, and send the workers the signals that are due."""
     sent: set[tuple[int, int]] = set()
-    stopped_since = 0.0
+    stopped_since, num_started = 0.0, 0
     while agent.is_alive():
         agent.join(_TICK_SECONDS)
-        if stop.signum or len(workers.alive()) < agent.num_ranks:  # reads all of /proc
-            workers.find()
+        is_new, num_started = agent.num_started != num_started, agent.num_started
+        if stop.signum or is_new or len(workers.alive()) < agent.num_ranks:
+            workers.find()  # reads all of /proc
         _forward(workers, stop)
         for pid, signum in _signals_due(agent, workers, stop):
             if (pid, signum) not in sent:

@@ -108,6 +108,7 @@ class Runner:
     """The processes of the ranks of one host, and those that wait for a place. For one thread.
 
     failures: by rank, how its last process ended, if badly.
+    num_started: processes of ranks until now. lost_pids: of those that ended badly.
     """
 
     def __init__(
@@ -122,6 +123,8 @@ class Runner:
         from ...recovery.spares import Spares
 
         self.failures: dict[int, ProcessFailure] = {}
+        self.num_started = 0
+        self.lost_pids: set[int] = set()
         self.ranks: dict[int, int] = {}  # by local rank
         self._order, self._folder, self._extra = order, folder, extra
         self._counts = order.counts or (num_ranks,)
@@ -283,6 +286,7 @@ class Runner:
             with contextlib.suppress(OSError):  # what the process before it has recorded
                 os.unlink(self._errors[rank])
         self._running[rank] = attempt, process
+        self.num_started += 1
         waits = threading.Thread(target=self._wait, args=(rank, attempt, process), daemon=True)
         waits.start()
 
@@ -299,6 +303,7 @@ class Runner:
         self.failures.pop(event.rank, None)
         if not event.code:
             return event
+        self.lost_pids.add(pid)
         error_file = self._errors[event.rank]
         failure = ProcessFailure(event.rank, pid, event.code, error_file)
         self.failures[event.rank] = failure
@@ -343,6 +348,16 @@ class HostUnits(threading.Thread, ABC):
     def ranks(self) -> dict[int, int]:
         """Rank by local rank; empty until they start."""
         return {} if self._runner is None else dict(self._runner.ranks)
+
+    @property
+    def num_started(self) -> int:
+        """Processes of ranks that were started until now."""
+        return 0 if self._runner is None else self._runner.num_started
+
+    @property
+    def lost_pids(self) -> set[int]:
+        """The process ids of those that have ended badly."""
+        return set() if self._runner is None else self._runner.lost_pids
 
     def run(self) -> None:
         try:

@@ -554,6 +554,26 @@ def test_a_script_that_ends_its_engine_after_an_error_keeps_the_versions(tmp_pat
     assert "rank 0 ended with code 75" in err and "ranks 0, 1 go on after step 4" in err
 
 
+STARTS = """
+            child = __import__("subprocess").Popen(["sleep", "600"])
+            with open(OUT / f"child{engine.global_steps}", "w") as file:
+                file.write(str(child.pid))
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.slow
+def test_what_lost_ranks_have_started_ends_with_the_run(tmp_path: Path) -> None:
+    """Rank 1 is killed after step 3, and its new process after step 5."""
+    is_time = 'not (OUT / f"child{engine.global_steps}").exists()'
+    is_time = f"if engine and RANK == 1 and engine.global_steps in (3, 5) and {is_time}:"
+    launcher = changed_run(tmp_path, 1, is_time + STARTS)
+    _, err = launcher.communicate(on_busy_machines(90))
+    assert launcher.returncode == 0, err
+    children = [(tmp_path / f"child{step}").read_text() for step in (3, 5)]
+    wait_for(lambda: not any(Path("/proc", child).exists() for child in children), 10)  # are reaped
+
+
 @pytest.mark.slow
 def test_a_run_whose_versions_are_lost_ends_with_a_sentence(tmp_path: Path) -> None:
     """Rank 1 ends in its first copy."""
