@@ -23,7 +23,8 @@ _LOOK_SECONDS = 0.2
 class FencedStore(dist.Store):  # type: ignore[name-defined,misc]
     """The store of the groups of a generation. A wait in it fails as soon as a newer generation is there.
 
-    So ranks that open groups do not wait for one that has failed meanwhile.
+    So ranks that open groups do not wait for one that has failed meanwhile. The timeout of the group, which is
+    short, is not that of a wait: see `CONNECT_SECONDS`.
     """
 
     def __init__(self, base: Any, meeting: Meeting, generation: Generation) -> None:
@@ -31,13 +32,13 @@ class FencedStore(dist.Store):  # type: ignore[name-defined,misc]
         self._base, self._meeting, self._generation = base, meeting, generation
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        timeout = timeout or timedelta(seconds=timeout_seconds())
-        deadline = time.monotonic() + timeout.total_seconds()
+        seconds = timeout_seconds()
+        deadline = time.monotonic() + seconds
         while not self._base.check(keys):
             if self._meeting.is_replaced(self._generation):
                 raise RuntimeError("a newer generation has replaced it")
             if time.monotonic() > deadline:
-                raise RuntimeError(f"another rank was not there within {timeout}")
+                raise RuntimeError(f"another rank was not there within {seconds:.0f} s")
             time.sleep(POLL_SECONDS)
 
     def get(self, key: str) -> bytes:

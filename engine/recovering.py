@@ -61,10 +61,10 @@ from .steps.training_step import TrainingStep
 log = logging.getLogger("xds")
 LIGHTHOUSE = "XDS_LIGHTHOUSE"  # host:port of the store in which the launcher names generations
 LOOK_SECONDS = 0.02  # between two looks of rank 0 for new processes, while ranks are missing
-# Of a new group: all its ranks are there, and one that fails before it has told its address is known at once.
-# Doubled where that was too short
-CONNECT_SECONDS = 1.0
-MOST_CONNECT_SECONDS = 60.0
+# gloo's timeout of a new group, of which it waits five times for a connection: for so long where a rank ends
+# after it has told its address. All ranks are there when it begins. Doubled where that was too short
+CONNECT_SECONDS = 0.1
+MOST_CONNECT_SECONDS = 10.0
 NEW = -1  # the step of a process that has no states yet
 Result = TypeVar("Result")
 
@@ -501,6 +501,7 @@ class LiveRecovery(Recovery):
             )
             group = dist.group.WORLD
             assert group is not None
+            set_timeout(group, timedelta(seconds=timeout_seconds()))
             opened = open_collectives(
                 group, device, section=section, recovers=True, wait_seconds=timeout_seconds()
             )
@@ -510,7 +511,6 @@ class LiveRecovery(Recovery):
             raise PeerError(
                 f"rank {self._rank}: generation {generation.number}: {error}"
             ) from error
-        set_timeout(group, timedelta(seconds=timeout_seconds()))
         parts.sharded.regroup(mesh)
         self._count_engines()
         if self._config.watch.enabled:

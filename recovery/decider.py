@@ -398,19 +398,19 @@ class Decider:
         if lighthouse.has_one_copy:
             self._admit_all()
             return
-        for unit in sorted({lighthouse.unit_of(rank) for rank in self._joining}):
+        for unit in sorted(self._admitted):
             ranks = lighthouse.units[unit]
-            attempts = {rank: self._joining[rank] for rank in ranks if rank in self._joining}
-            if unit not in self._admitted:
-                if lighthouse.admit(unit, attempts) is not None:
-                    self._admitted.add(unit)
-            elif lighthouse.has_joined(unit, attempts):
+            if lighthouse.has_joined(unit, self._joining):
                 for rank in ranks:
                     del self._joining[rank]
                 self._admitted.discard(unit)
                 self._misses.pop(unit, None)
                 self._lost.difference_update(ranks)
                 self._tell(f"{there_again(ranks)} (generation {lighthouse.generation.number})")
+        # another generation would end the opening of this one
+        if lighthouse.are_alone or not self._admitted:
+            units = {lighthouse.unit_of(rank) for rank in self._joining} - self._admitted
+            self._admitted.update(lighthouse.admit(sorted(units), self._joining))
         if self._running.keys() <= self._joining.keys():
             self._end_newcomers()
 

@@ -143,16 +143,20 @@ class Lighthouse:
         """These units have stopped ranks, so they do not answer now."""
         self._store.set(_STOPPED, _NUMBERS.dump_json(sorted(units)).decode())
 
-    def admit(self, unit: int, attempts: Mapping[int, int]) -> Generation | None:
-        """Begin a generation with the new processes of `unit`, if all are ready to take part; else None.
+    def admit(self, units: Sequence[int], attempts: Mapping[int, int]) -> list[int]:
+        """Begin a generation with the new processes of those `units` that are ready. Returns these units.
 
         attempts: by rank, the number of its process among those that were started for lost ranks.
         """
-        attempts = {rank: attempts.get(rank, 0) for rank in self.units[unit]}
-        if not self._are_ready(attempts):
-            return None
-        units = tuple(sorted({*self.generation.units, unit}))
-        return self._begin(units, there_again(self.units[unit]), attempts)
+        by_unit = {
+            unit: {rank: attempts.get(rank, 0) for rank in self.units[unit]} for unit in units
+        }
+        ready = [unit for unit in units if self._are_ready(by_unit[unit])]
+        if ready:
+            there = tuple(sorted({*self.generation.units, *ready}))
+            processes = {rank: number for unit in ready for rank, number in by_unit[unit].items()}
+            self._begin(there, there_again(self.ranks_in(ready)), processes)
+        return ready
 
     def repeat_if_asked(self) -> None:
         """Begin the generation again, if one of its ranks could not meet the others, though none has ended."""

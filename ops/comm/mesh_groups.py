@@ -275,7 +275,10 @@ class MeshGroups(AxisGroups):
         made, sites = state_of(dist.group.WORLD).parts, tuple(map(tuple, self._sites))
         key = (tuple(ranks), use, *sites)
         if key not in made:
-            made[key] = self._new_group(ranks)
+            made[key] = group = self._new_group(ranks)
+            is_again = self._timeout.total_seconds() != self._wait_seconds
+            if is_again and isinstance(group, dist.ProcessGroup):
+                set_timeout(group, timedelta(seconds=self._wait_seconds))
         return made[key]
 
     def reopen(self, mesh: Mesh, group: dist.ProcessGroup, connect_seconds: float) -> None:
@@ -284,7 +287,7 @@ class MeshGroups(AxisGroups):
         The collectives of all ranks belong to `group` already. All others stay the same objects.
 
         Args:
-            connect_seconds: The timeout of the connections. All ranks are there.
+            connect_seconds: gloo's timeout of the connections. All ranks are there.
         Raises:
             RuntimeError, PeerError: A rank has ended meanwhile.
         """
@@ -297,9 +300,6 @@ class MeshGroups(AxisGroups):
                 collectives.reopen(opened)
         finally:
             self._timeout = timeout
-        for made in state_of(group).parts.values():
-            if isinstance(made, dist.ProcessGroup):
-                set_timeout(made, timeout)
 
     def _new_groups(self, ranks: Sequence[int]) -> Any:
         """Call torch's new_group, for these ranks of every site. Returns that of this site."""
@@ -327,19 +327,21 @@ class MeshGroups(AxisGroups):
                 return self._new_groups(ranks)
             place = ranks.index(self.rank)
             after, before = ranks[(place + 1) % len(ranks)], ranks[place - 1]
+            # the messages of groups that are opened again have a shorter timeout
+            timeout = timedelta(seconds=self._wait_seconds)
             made: list[Any] = []
             failed: list[tuple[Exception, int | None]] = []
 
             def make() -> None:
                 try:
                     made.append(self._new_groups(ranks))
-                    self._world.send([torch.zeros(1)], before, _MADE_TAG).wait()
+                    self._world.send([torch.zeros(1)], before, _MADE_TAG).wait(timeout)
                 except Exception as error:
                     failed.append((error, None))
 
             def hear() -> None:
                 try:
-                    self._world.recv([torch.zeros(1)], after, _MADE_TAG).wait()
+                    self._world.recv([torch.zeros(1)], after, _MADE_TAG).wait(timeout)
                 except RuntimeError as error:
                     failed.append((error, after))
 

@@ -735,7 +735,8 @@ def test_a_unit_that_is_not_in_the_newest_generation_is_refused() -> None:
     # a new process has the place of unit 2, whose old process runs on a host that could not be reached
     new = Meeting(store, "recovery", 2, ranks, process=5)
     new.ask_to_join(5)
-    fourth = lighthouse.admit(2, {2: 5})
+    assert lighthouse.admit([2], {2: 5}) == [2]
+    fourth = lighthouse.generation
     assert new.next_after(3, 1.0, is_new=True) == fourth == units[0].next_after(3, 1.0)
     with pytest.raises(PeerError, match="another process is rank 2 in generation 4 of this run"):
         units[2].next_after(0, 1.0)
