@@ -111,17 +111,12 @@ class Recovery(Section):
             ),
             "zero_optimization.shared_parameters": (True, zero.shared_parameters),
             "optimizer.type": (config.optimizer_type, config.optimizer_type.startswith("OneBit")),
-            "expert_parallel.enabled": (True, config.expert_parallel.enabled),
             "elasticity.enabled": (True, config.elasticity.enabled),
             "data_packing.tokens": (packs, bool(packs)),
             "data_efficiency.data_sampling": (
                 "a curriculum or batches of unequal sizes",
                 sampling.has_curriculum or sampling.has_dynamic_batches,
             ),
-            "data_efficiency.data_routing": (True, config.data_efficiency.drops_tokens),
-            "compression_training": ("a section", config.compression_training.enabled),
-            "quantize_training": ("a section", config.quantize_training.is_on),
-            "progressive_layer_drop.enabled": (True, config.progressive_layer_drop.enabled),
             "curriculum_learning.enabled": (True, config.curriculum_learning.enabled),
             "checkpoint.async_save": (True, config.checkpoint.async_save),
             "managed_gradient_accumulation": (False, not config.managed_gradient_accumulation),
@@ -142,6 +137,11 @@ class Recovery(Section):
                     zero.stage,
                     stages > 1 and zero.stage > 0,
                 ),
+                "expert_parallel.enabled": (True, config.expert_parallel.enabled),
+                "data_efficiency.data_routing": (True, config.data_efficiency.drops_tokens),
+                "compression_training": ("a section", config.compression_training.enabled),
+                "quantize_training": ("a section", config.quantize_training.is_on),
+                "progressive_layer_drop.enabled": (True, config.progressive_layer_drop.enabled),
             }
         for key, (value, is_refused) in refused.items():
             if is_refused:

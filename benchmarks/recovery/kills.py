@@ -319,12 +319,16 @@ class Figures:
         newer = [each for each in later if each.get("generation", 0) > kill["generation"]]
         steps = [each for each in newer if "world" in each]
         own = [each for each in steps if each["unit"] == kill["unit"]]
-        kind = "SIGSTOP" if kill["how"] == "SIGSTOP" else "others"
         others = [each for each in steps if each["unit"] != kill["unit"]]
+        # a rank that is stopped before the others have taken a step holds them up as well
+        until = others[0]["seconds"] if others else kill["seconds"]
+        beside = [each for each in later if "kill" in each and each["seconds"] < until]
+        is_stop = any(each["how"] == "SIGSTOP" for each in (kill, *beside))
+        kind = "SIGSTOP" if is_stop else "others"
         if others and not layout.has_one_copy:
             waited = others[0]["seconds"] - kill["seconds"]
             self.seconds[f"survivors, {kind}"].append(waited)
-            if kind != "SIGSTOP":
+            if not is_stop:
                 what = f"{kill['how']}, {kill['kill']}, generation {kill['generation']}"
                 self.slowest.append((round(waited, 3), f"{what}, at {kill['seconds']:.3f}"))
                 self.slowest = sorted(self.slowest, reverse=True)[:10]
