@@ -319,6 +319,8 @@ class LiveRecovery(Recovery):
         report = self._target.parts.report
         repeated_seconds = report.drop_step()
         self._target.parts.saves.dropped()
+        if self._target.parts.saver is not None:
+            self._target.parts.saver.abandon()
         with report.spending("stall"):
             self._drop(self._target)
             reason, stall_seconds = self._recover()
@@ -346,6 +348,9 @@ class LiveRecovery(Recovery):
         assert self._target is not None
         name = f"global_step{self._target.counters.global_steps}" if tag is None else tag
         self._saved = str(Path(save_dir).absolute() / name)
+
+    def is_replaced(self) -> bool:
+        return self._meeting.has_lost(self._generation)
 
     def end(self) -> None:
         self._losses.end()

@@ -51,19 +51,26 @@ class Balance:
         world: Collectives,
         biases: Sequence[Tensor],
         coefficient: float,
+        num_stages: int,
     ) -> None:
-        """biases: of each layer, or none. coefficient: how far a bias moves in a step."""
+        """biases: of each layer, or none. coefficient: how far a bias moves in a step.
+
+        num_stages: of pipelines.
+        """
         self._layers, self._world = layers, world
         self._biases, self._coefficient = biases, coefficient
+        self._num_stages = num_stages
         self._sizes: dict[str, int] = {}  # experts of the layers of all stages, by name
         self._rows: list[int] = []  # of this rank's layers
         self._totals: Tensor | None = None
         self._step = 0
 
     def begin(self) -> None:
-        """The engine is ready. A collective: agree on the layers of all pipeline stages."""
+        """The engine is ready. With several pipeline stages a collective: agree on the layers of all."""
         mine = [(layer.name, layer.num_experts) for layer in self._layers]
-        parts = all_gather_json(self._world, mine, "the layers with experts")
+        parts: list[Any] = [mine]
+        if self._num_stages > 1:
+            parts = all_gather_json(self._world, mine, "the layers with experts")
         self._sizes = {name: size for part in parts for name, size in part}
         places = {name: row for row, name in enumerate(self._sizes)}
         self._rows = [places[layer.name] for layer in self._layers]

@@ -79,7 +79,7 @@ class ExpertLayer:
         def sent(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
             hidden_states, top_k_index, top_k_weights = self._inputs(names, args, kwargs)
             self._turns.take(self._number, hidden_states, top_k_weights)
-            if not self._is_proven:
+            if not (self._is_proven or self._group.was_reopened):  # others prove nothing then
                 list(stacked_values(module))  # PEFT keeps what is read first; a proof has no graph
                 self._prove(module, forward, hidden_states, top_k_weights)
                 self._is_proven = True

@@ -111,6 +111,10 @@ class Recovery(Section):
             ),
             "zero_optimization.shared_parameters": (True, zero.shared_parameters),
             "optimizer.type": (config.optimizer_type, config.optimizer_type.startswith("OneBit")),
+            "pipeline.stages with expert_parallel": (
+                config.pipeline.stages,
+                config.pipeline.stages > 1 and config.expert_parallel.enabled,
+            ),
             "elasticity.enabled": (True, config.elasticity.enabled),
             "data_packing.tokens": (packs, bool(packs)),
             "data_efficiency.data_sampling": (
@@ -118,7 +122,6 @@ class Recovery(Section):
                 sampling.has_curriculum or sampling.has_dynamic_batches,
             ),
             "curriculum_learning.enabled": (True, config.curriculum_learning.enabled),
-            "checkpoint.async_save": (True, config.checkpoint.async_save),
             "managed_gradient_accumulation": (False, not config.managed_gradient_accumulation),
             "dataloader_num_workers": (
                 config.dataloader_num_workers,

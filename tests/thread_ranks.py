@@ -450,7 +450,7 @@ dist.Backend.register_backend(BACKEND, _create, devices=["cpu"])
 _wait_for_save = Saver.wait
 
 
-def _wait_while_others_run(saver: Saver) -> None:
+def _wait_while_others_run(saver: Saver, *recovery: Any) -> None:
     """`Saver.wait`: another rank may still have to start the same save."""
     thread, rank = saver._thread, _rank()
     if rank is not None and thread is not None:

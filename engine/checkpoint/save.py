@@ -177,7 +177,7 @@ class _Save:
         self._tag = check_tag(f"global_step{counters.global_steps}" if tag is None else tag)
         if client_state is not None and not isinstance(client_state, Mapping):
             raise wrong("client_state", client_state, "a dict, or None")
-        parts.saver.wait()
+        parts.saver.wait(parts.recovery)
         self._asked = asked_score(*self._options.score)
         self.content = collect(parts, counters, client_state, self._options)
         if self._is_first:
@@ -206,6 +206,7 @@ class _Save:
         assert parts.saver is not None
         return SaveJob(
             collectives=parts.sharded.collectives,
+            rank=parts.sharded.collectives.rank,
             save_dir=self.save_dir,
             first_folder=self._first_folder,
             claim=self._claim,

@@ -33,10 +33,11 @@ from ...offload.pinned import host_memory
 from ...ops.comm.collectives import Collectives
 from ...ops.mesh import Mesh
 from ...ops.watch.store import Store
-from ...utils.errors import UsageError, XdsError
+from ...utils.errors import PeerError, UsageError, XdsError
 from ...utils.quoting import plain_lines, printable
 from ...utils.sizes import size_text
 from ..config.config import Config
+from ..parts import Recovery
 from ..process.process import timeout_seconds
 from .agreement import failure_text, together
 from .format import part_of_json, part_to_json
@@ -51,7 +52,10 @@ log = logging.getLogger("xds")
 DOING = "save_checkpoint"
 MIN_POLL_SECONDS, MAX_POLL_SECONDS = 0.01, 0.2
 BEAT_SECONDS = 1.0
+LOOK_SECONDS = 0.05  # between two looks for another generation of the ranks
+_LEFT = "another rank has failed meanwhile"
 LOST_SECONDS = 60.0  # a rank that writes updates its key once a second, however slow the disk is
+NEVER = Recovery()
 _ANSWER = TypeAdapter(dict[str, Any])
 
 
@@ -59,6 +63,7 @@ _ANSWER = TypeAdapter(dict[str, Any])
 class SaveJob:
     """One checkpoint to write; everything except the checksums is known. It references no tensor.
 
+    rank: this one's number when the save began. Later groups may give it another one.
     first_folder: where the ranks write, as rank 0 sees it; it becomes save_dir / tag.
     claim: the lock on the folder, on rank 0, which made it.
     part: this rank's part of the manifest, without its file's length and checksums.
@@ -66,6 +71,7 @@ class SaveJob:
     """
 
     collectives: Collectives
+    rank: int
     save_dir: Path
     first_folder: Path
     claim: Claim | None
@@ -80,7 +86,7 @@ class SaveJob:
 
     @property
     def is_first(self) -> bool:
-        return self.collectives.rank == 0
+        return self.rank == 0
 
     @property
     def folder(self) -> Path:
@@ -104,7 +110,7 @@ class SaveJob:
     @property
     def path(self) -> Path:
         """This rank's file."""
-        return self.folder / file_name(self.folder, self.collectives.rank)
+        return self.folder / file_name(self.folder, self.rank)
 
     def written(self, sums: Sums) -> Any:
         """This rank's part of the manifest, as JSON."""
@@ -181,6 +187,7 @@ class Saver:
         self._timeout_seconds = min(timeout_seconds, LOST_SECONDS)
         self._memory: Tensor | None = None  # of the copy; the next save uses it again
         self._thread: threading.Thread | None = None
+        self._messages: _Messages | None = None  # of the thread
         self._progress: Progress | None = None
         self._failure = ""
         self._old_keys: list[str] = []  # of the last save; every rank reads them before the next
@@ -210,12 +217,29 @@ class Saver:
             failure, self._failure = self._failure, ""
             raise XdsError(failure)
 
-    def wait(self) -> None:
-        """Return when nothing is being written. Raises what `check` raises."""
+    def wait(self, recovery: Recovery = NEVER) -> None:
+        """Return when nothing is being written.
+
+        Raises what `check` raises; PeerError: `recovery` knows that a rank has failed, which may be waited for.
+        """
         if self._thread is not None:
-            self._thread.join()
+            while self._thread.is_alive():
+                self._thread.join(LOOK_SECONDS if recovery.is_on else None)
+                if recovery.is_replaced():
+                    raise PeerError("a rank has failed while a checkpoint is written in the background")
             self._thread = None
         self.check()
+
+    def abandon(self) -> None:
+        """A rank has failed: end what is being written. It may be committed already."""
+        if self._thread is None or self._messages is None:
+            return
+        self._messages.leave()
+        self._thread.join()
+        self._thread = None
+        if self._failure:
+            log.warning("%s", self._failure)
+            self._failure = ""
 
     def progress(self) -> Progress | None:
         """None: nothing is being written."""
@@ -252,7 +276,7 @@ class Saver:
         if self._exit is None:
             self._exit = partial(_at_exit, weakref.ref(self), os.getpid())
             atexit.register(self._exit)
-        messages = _Messages(job, self._timeout_seconds)
+        messages = self._messages = _Messages(job, self._timeout_seconds)
         # not a daemon: the interpreter waits for it before it ends
         self._thread = threading.Thread(
             target=self._run, args=(job, messages, size_bytes, failure, sums), name="xds-checkpoint"
@@ -279,6 +303,7 @@ class Saver:
 
         def on_written(written_bytes: int) -> None:
             self._progress = Progress(job.tag, written_bytes, size_bytes)
+            messages.check()
 
         try:
             mine: dict[str, Any] = {"error": failure}
@@ -344,11 +369,12 @@ class _Messages:
 
     def __init__(self, job: SaveJob, timeout_seconds: float) -> None:
         self._job = job
-        self._rank = job.collectives.rank
+        self._rank = job.rank
         self._world_size = job.collectives.world_size
         self._timeout_seconds = timeout_seconds
         self._store: Store | None = job.collectives.store()
         self._is_over = threading.Event()
+        self._is_left = threading.Event()
         # both threads of a save start in the step loop: none can start while the interpreter ends
         self._beats = threading.Thread(target=self._beat, name="xds-checkpoint-alive")
         if self._store is not None:
@@ -368,6 +394,15 @@ class _Messages:
         self._is_over.set()
         if self._store is not None:
             self._beats.join()
+
+    def leave(self) -> None:
+        """The other ranks answer no more: every wait ends with an error. From another thread."""
+        self._is_left.set()
+
+    def check(self) -> None:
+        """Raises XdsError: `leave` was called."""
+        if self._is_left.is_set():
+            raise XdsError(_LEFT)
 
     def collect(self, mine: dict[str, Any]) -> list[Any]:
         """Every rank's answer, in rank order; rank 0's is `mine`."""
@@ -405,7 +440,8 @@ class _Messages:
         pause_seconds = MIN_POLL_SECONDS
         seen, since = "", time.monotonic()
         while (answer := self._store.read_as(_ANSWER, key)) is None:
-            time.sleep(pause_seconds)
+            if self._is_left.wait(pause_seconds):
+                return {"error": _LEFT}
             pause_seconds = min(pause_seconds * 1.5, MAX_POLL_SECONDS)
             alive = self._store.read(self._key(f"{rank}/alive"))
             if alive is not None and alive != seen:

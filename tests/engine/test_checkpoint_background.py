@@ -288,7 +288,7 @@ def exchange_over(store: Any, timeout_seconds: float) -> Any:
             return Store(store, "0", 0)
 
     class Job:
-        collectives = Ranks()
+        collectives, rank = Ranks(), 0
         folder = Path("folder")
 
     return saver_module._Messages(Job(), timeout_seconds)  # type: ignore[arg-type]

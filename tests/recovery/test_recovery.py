@@ -575,6 +575,16 @@ def test_what_lost_ranks_have_started_ends_with_the_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_save_in_the_background_is_abandoned_and_the_next_one_is_whole(tmp_path: Path) -> None:
+    config = {"zero_optimization": {"stage": 1}, "checkpoint": {"async_save": True}}
+    _, err = one_copy(tmp_path / "killed", config, 2, [[1, 5, "forward"]])
+    assert "global_step5 was not saved" in err and "another rank has failed meanwhile" in err
+    saved = tmp_path / "killed" / "saved"
+    assert sorted(path.name for path in saved.iterdir()) == ["global_step8", "latest"]
+    assert (saved / "global_step8" / "manifest.json").exists()
+
+
+@pytest.mark.slow
 def test_a_run_whose_versions_are_lost_ends_with_a_sentence(tmp_path: Path) -> None:
     """Rank 1 ends in its first copy."""
     with pytest.raises(AssertionError) as failure:
