@@ -226,7 +226,9 @@ class Saver:
             while self._thread.is_alive():
                 self._thread.join(LOOK_SECONDS if recovery.is_on else None)
                 if recovery.is_replaced():
-                    raise PeerError("a rank has failed while a checkpoint is written in the background")
+                    raise PeerError(
+                        "a rank has failed while a checkpoint is written in the background"
+                    )
             self._thread = None
         self.check()
 

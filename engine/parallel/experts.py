@@ -186,9 +186,7 @@ class ExpertLayers(UnevenForwards):
         coefficient, biases = section.load_balance_coeff, []
         if coefficient:
             biases = [find_bias(model, f.experts_name, f.num_experts) for f in cut.found]
-        self.balance = Balance(
-            self.layers, groups.world, biases, coefficient, groups.mesh.pipe
-        )
+        self.balance = Balance(self.layers, groups.world, biases, coefficient, groups.mesh.pipe)
         outer = outer_modules(model)
         self._callers = [
             r.call_experts if isinstance(r, ExpertBlock) else outer.get(f.module, f.module)

@@ -809,7 +809,10 @@ def test_ranks_that_open_groups_do_not_wait_for_one_that_fails_meanwhile() -> No
             },
             "stage of pipelines with mics_shard_size = 1: does not",
         ),
-        ({"checkpoint": {"async_save": True}}, "checkpoint.async_save = true: does not work"),
+        (
+            {"progressive_layer_drop": {"enabled": True}},
+            "progressive_layer_drop.enabled = true: does not work",
+        ),
         ({"dataloader_num_workers": 1}, "dataloader_num_workers = 1: does not work with"),
     ],
 )
