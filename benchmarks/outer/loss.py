@@ -2,11 +2,13 @@
 
     python benchmarks/outer/loss.py [--seeds 0 1 2] [--groups 2 4] [--steps 600] [--ways "H 10" ...]
     python benchmarks/outer/loss.py --real --steps 60      with processes and engines: the same numbers
+    python benchmarks/outer/loss.py --wide 2               groups of two ranks each
 
 The example's GPT of 1.1 M parameters trains on the sources of Python's standard library. A model is trained
 without groups first (`--before`), as in DiLoCo, section 3. All runs go on from it. Those of a seed take the
 same windows of 32 bytes in each step, 4 for each rank. The learning rate falls to zero. The loss is that of
-1,024 windows that were not trained, of the outer parameters: the runs end with a meeting.
+1,024 windows that were not trained, of the outer parameters: the runs end with a meeting. `own` is that of the
+parameters of group 0, which differ from them where a meeting has not taken effect, or is mixed in.
 
 The groups are models of one process here, which take their steps in turn. Fragments, the mean in few bits and
 the outer optimizer are those of outer/; `InProcess` carries the messages between threads. --keep: a file with
@@ -300,17 +302,18 @@ def trained_before(size: str, seed: int, steps: int) -> nn.Module:
     return model
 
 
-def section_of(way: str, ranks: int, rates: tuple[float, float]) -> dict[str, Any]:
+def section_of(way: str, groups: int, rates: tuple[float, float]) -> dict[str, Any]:
     """The section outer. rates: learning rate and momentum of the outer optimizer."""
     optimizer = {"type": "Nesterov", "params": {"lr": rates[0], "momentum": rates[1]}}
-    return {"groups": ranks, "optimizer": optimizer} | (WAYS[way] or {})
+    return {"groups": groups, "optimizer": optimizer} | (WAYS[way] or {})
 
 
 def simulated(
-    way: str, ranks: int, seed: int, options: argparse.Namespace, rates: tuple[float, float]
+    way: str, num_groups: int, seed: int, options: argparse.Namespace, rates: tuple[float, float]
 ) -> dict[str, Any]:
     """A run in this process."""
     torch.set_num_threads(1)
+    ranks = num_groups * options.wide
     model, batches = trained_before(options.size, options.begin, options.before), Batches(seed)
     peak, steps = RATES[options.size] * options.rate, options.steps
     begin_seconds = time.monotonic()
@@ -319,15 +322,17 @@ def simulated(
         optimizer = adam(model, peak)
         for step in range(steps):
             take_step(model, optimizer, batches.next(ranks), rate_of(step, steps, peak))
+        own = model
         sent = bytes_of_mean(sum(p.numel() for p in model.parameters()), ranks, 32) * steps
     else:
-        section = Outer.model_validate(section_of(way, ranks, rates))
+        section = Outer.model_validate(section_of(way, num_groups, rates))
         groups = SimulatedGroups(model, section, peak)
         for step in range(steps):
             groups.step(step + 1, batches.next(ranks), rate_of(step, steps, peak))
-        model, sent = groups.outer(), groups.bytes
+        model, sent, own = groups.outer(), groups.bytes, groups.models[0]
     seconds = time.monotonic() - begin_seconds
-    return {"loss": batches.loss(model), "bytes": sent, "seconds": round(seconds, 1)}
+    found = {"loss": batches.loss(model), "own": batches.loss(own)}
+    return found | {"bytes": sent, "seconds": round(seconds, 1)}
 
 
 def real(
@@ -338,7 +343,7 @@ def real(
     options: argparse.Namespace,
     rates: tuple[float, float],
 ) -> dict[str, Any]:
-    """The same run on one of `ranks` processes."""
+    """The same run on one of `ranks` processes, at stage 2."""
     model, batches = trained_before(options.size, options.begin, options.before), Batches(seed)
     peak, steps = RATES[options.size] * options.rate, options.steps
     params = {"lr": peak, "weight_decay": DECAY, "betas": BETAS, "eps": EPS}
@@ -346,11 +351,11 @@ def real(
         "train_micro_batch_size_per_gpu": BATCH,
         "optimizer": {"type": "AdamW", "params": params},
         "gradient_clipping": CLIP,
-        "zero_optimization": {"unit_min_numel": 1},  # as many units as blocks
+        "zero_optimization": {"stage": 2, "unit_min_numel": 1},  # as many units as blocks
         "log_level": "warning",
     }
     if WAYS[way] is not None:
-        config["outer"] = section_of(way, ranks, rates)
+        config["outer"] = section_of(way, ranks // options.wide, rates)
     engine = xds.initialize(model, config)
     begin_seconds = time.monotonic()
     for step in range(steps):
@@ -360,18 +365,23 @@ def real(
         engine.backward(F.cross_entropy(engine(tokens).flatten(0, 1), targets.flatten()))
         engine.step()
     seconds = time.monotonic() - begin_seconds
-    sent = engine.bytes_sent()
     engine.eval()
-    loss = batches.loss(engine)
+    loss = own = batches.loss(engine)
+    if "outer" in config:
+        loop = engine._parts.outer
+        loop._write(range(len(loop._fragments)), mix=0.0)  # waits for meetings that run
+        loss = batches.loss(engine)
+    sent = engine.bytes_sent()
     engine.destroy()
     total = sent["outer"] if "outer" in config else sum(sent.values())
-    return {"loss": loss, "bytes": total, "seconds": round(seconds, 1)}
+    return {"loss": loss, "own": own, "bytes": total, "seconds": round(seconds, 1)}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--groups", type=int, nargs="+", default=[2])
+    parser.add_argument("--wide", type=int, default=1, help="ranks of a group")
     parser.add_argument("--size", choices=SHAPES, default="1M")
     parser.add_argument("--before", type=int, default=1000, help="steps without groups")
     parser.add_argument("--begin", type=int, default=0, help="the seed of the steps without groups")
@@ -388,8 +398,8 @@ def main() -> int:
     if keep is not None and keep.exists():
         known = {json.loads(line)["key"]: json.loads(line) for line in keep.open()}
     for seed in options.seeds:
-        for ranks in options.groups:
-            first = None
+        for num_groups in options.groups:
+            first, ranks = None, num_groups * options.wide
             for way in options.ways:
                 rates = (options.lr, options.momentum)
                 about = [
@@ -398,9 +408,10 @@ def main() -> int:
                     options.before,
                     options.steps,
                     options.rate,
-                    ranks,
+                    num_groups,
                     seed,
                 ]
+                about += [f"{options.wide} ranks"] if options.wide > 1 else []
                 about += [way, *(() if WAYS[way] is None else rates), options.real]
                 key = json.dumps(about)
                 found = known.get(key)
@@ -410,7 +421,7 @@ def main() -> int:
                             real, ranks, way, seed, options, rates, timeout_seconds=7200
                         )[0]
                     else:
-                        found = simulated(way, ranks, seed, options, rates)
+                        found = simulated(way, num_groups, seed, options, rates)
                     found = {
                         "key": key,
                         "way": way,
