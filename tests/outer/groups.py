@@ -19,6 +19,7 @@ GROUP = RANK * OUTER["groups"] // int(os.environ.get("WORLD_SIZE", "1"))
 STEPS, STAGE = int(os.environ.get("STEPS", "12")), int(os.environ.get("STAGE", "1"))
 # by rank: [step, "forward", signal], or [number of a meeting, "meeting", signal]
 DEATHS = json.loads(os.environ.get("DEATHS", "{}"))
+SIZES = json.loads(os.environ.get("SIZES", "{}"))  # by group: of a micro-batch, 4 by default
 PAUSES = json.loads(os.environ.get("PAUSES", "{}"))  # by group: seconds of each step
 WAITS = "WAITS" in os.environ  # until all groups are there
 
@@ -31,10 +32,10 @@ def build() -> nn.Module:
 NAMES = [name for name, _ in build().named_parameters()]
 
 
-def micro_batch(step: int, data_rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+def micro_batch(step: int, data_rank: int, size: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1000 * step + data_rank)
-    x = torch.randn(4, 6, generator=generator)
-    return x, torch.randint(0, 3, (4,), generator=generator)
+    x = torch.randn(size, 6, generator=generator)
+    return x, torch.randint(0, 3, (size,), generator=generator)
 
 
 def die(step: int, where: str) -> None:
@@ -46,8 +47,9 @@ def die(step: int, where: str) -> None:
 
 
 def main() -> None:
+    size = SIZES.get(str(GROUP), 4)
     config = {
-        "train_micro_batch_size_per_gpu": 4,
+        "train_micro_batch_size_per_gpu": size,
         "optimizer": json.loads(os.environ["OPTIMIZER"]),
         "zero_optimization": {"stage": STAGE, "unit_min_numel": 1},
         "outer": OUTER,
@@ -68,7 +70,7 @@ def main() -> None:
     started = engine.global_steps
     last, is_whole = max(STEPS, started + 4), not WAITS
     while engine.global_steps < last or not is_whole:
-        x, y = micro_batch(engine.global_steps, engine.dp_rank)
+        x, y = micro_batch(engine.global_steps, engine.dp_rank, size)
         loss = nn.functional.cross_entropy(engine(x), y)
         die(engine.global_steps, "forward")
         engine.backward(loss)

@@ -32,9 +32,14 @@ WAITS = {"window_seconds": 100.0}  # a group is not called before it comes by it
 
 
 def reference(
-    meetings: list[tuple[int, ...]], steps: int, num_ranks: int, outer: dict[str, Any], inner: Any
+    meetings: list[tuple[int, ...]],
+    steps: int,
+    num_ranks: int,
+    outer: dict[str, Any],
+    inner: Any,
+    sizes: dict[int, int],
 ) -> list[Tensor]:
-    """Plain torch: the parameters of each group. meetings: the groups of each one."""
+    """Plain torch: the parameters of each group. meetings: the groups of each one. sizes: of micro-batches."""
     models = [script.build().eval() for _ in range(outer["groups"])]
     kind = torch.optim.SGD if inner["type"] == "SGD" else torch.optim.AdamW
     optimizers = [kind(model.parameters(), **inner["params"]) for model in models]
@@ -49,10 +54,10 @@ def reference(
         for group, model in enumerate(models):
             optimizers[group].zero_grad()
             for rank in range(num_ranks):
-                x, y = script.micro_batch(step, group * num_ranks + rank)
+                x, y = script.micro_batch(step, group * num_ranks + rank, sizes.get(group, 4))
                 (nn.functional.cross_entropy(model(x), y) / num_ranks).backward()
             optimizers[group].step()
-            weights[group] = [weight + 1 for weight in weights[group]]
+            weights[group] = [weight + sizes.get(group, 4) for weight in weights[group]]
         if step + 1 < starts or number > len(meetings):
             continue
         members, now = meetings[number - 1], schedule.fragment(number)
@@ -127,7 +132,7 @@ def version(folder: Path, rank: int) -> int:
 @pytest.mark.parametrize(
     ("deaths", "num_ranks", "stage", "inner", "more"),
     [
-        # all ranks have the mean, and none may take it
+        # all ranks have the mean, and none may take it; group 1 has other batches in all cases
         pytest.param({2: [2, "meeting", "SIGKILL"]}, 1, 1, SGD, {}, id="in a meeting"),
         pytest.param({1: [4, "forward", "SIGKILL"]}, 2, 2, ADAM, {}, id="in a step"),
         pytest.param(
@@ -143,13 +148,15 @@ def test_a_group_that_dies_is_left_out(
 ) -> None:
     outer = {"groups": 3, "steps": 3} | WAITS | more
     steps = 12 + more.get("delay", 0)
-    err = ended(start(tmp_path, outer, inner, num_ranks, DEATHS=deaths, STAGE=stage, STEPS=steps))
+    sizes = {1: 7}
+    given = {"DEATHS": deaths, "STAGE": stage, "STEPS": steps, "SIZES": sizes}
+    err = ended(start(tmp_path, outer, inner, num_ranks, **given))
     dead = next(iter(deaths))
     lost = dead // num_ranks
     left = [group for group in range(3) if group != lost]
     assert f"xds: rank {dead} was ended by SIGKILL; ranks" in err
     meetings = [(0, 1, 2), *[tuple(left)] * (4 * outer.get("fragments", 1) - 1)]
-    expected = reference(meetings, 12, num_ranks, outer, inner)
+    expected = reference(meetings, 12, num_ranks, outer, inner, sizes)
     for rank in range(3 * num_ranks):
         if rank // num_ranks == lost:
             assert not (tmp_path / f"rank{rank}.json").exists()

@@ -52,11 +52,18 @@ def train(outer: dict[str, Any] | None, stage: int, steps: int, optimizer: Any =
     return losses, state, sent, numel
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
-@pytest.mark.quick("3")
-def test_a_meeting_in_every_step_is_plain_data_parallelism(stage: int) -> None:
-    plain = run_ranks(train, 4, None, 0, 4)
-    found = run_ranks(train, 4, MEAN | {"groups": 2}, stage, 4)
+@pytest.mark.parametrize(
+    ("stage", "groups", "optimizer"),
+    [(0, 2, SGD), (1, 4, SGD), (2, 2, SGD), (3, 2, SGD), (3, 4, SGD), (2, 1, ADAM)],
+    ids=["0", "1, four", "2", "3", "3, four", "Adam, one"],
+)
+@pytest.mark.quick("1, four", "3")
+def test_a_meeting_in_every_step_is_plain_data_parallelism(
+    stage: int, groups: int, optimizer: Any
+) -> None:
+    """With Adam only one group is: each group has second moments of its own gradients."""
+    plain = run_ranks(train, 4, None, 0, 4, optimizer)
+    found = run_ranks(train, 4, MEAN | {"groups": groups}, stage, 4, optimizer)
     for rank in range(4):
         assert found[rank][0] == pytest.approx(plain[rank][0], rel=1e-5)
     for name, value in plain[0][1].items():
@@ -191,8 +198,8 @@ def reference(outer: dict[str, Any], steps: int) -> dict[str, Tensor]:
     names = [name for name, _ in workers[0].named_parameters()]
     theirs = [dict(w.named_parameters()) for w in workers]
     held = {name: theirs[0][name].detach().clone().requires_grad_() for name in names}
-    section = outer["optimizer"]["params"]
-    optimizers = {name: torch.optim.SGD([held[name]], nesterov=True, **section) for name in names}
+    section = outer["optimizer"]["params"] | {"nesterov": outer["optimizer"]["type"] == "Nesterov"}
+    optimizers = {name: torch.optim.SGD([held[name]], **section) for name in names}
     fragment = units_of(outer)
     schedule = MeetingSchedule(outer["steps"], outer.get("fragments", 1), outer.get("delay", 0))
     for step in range(1, steps + 1):
@@ -236,6 +243,7 @@ NESTEROV = {"optimizer": {"type": "Nesterov", "params": {"lr": 0.7, "momentum": 
         {"groups": 2, "steps": 3} | NESTEROV,
         {"groups": 2, "steps": 4, "fragments": 2, "delay": 1, "mix": 0.5} | NESTEROV,
         {"groups": 2, "steps": 4, "fragments": 2, "delay": 3} | NESTEROV,
+        MEAN | {"groups": 2},
     ],
 )
 def test_meetings_follow_the_formulas_of_streaming_diloco(outer: dict[str, Any]) -> None:
@@ -367,6 +375,7 @@ def resumes(outer: dict[str, Any], folder: str, steps: tuple[int, int], saves: b
             engine.save_checkpoint(folder)
             losses.clear()
     state = engine.full_state_dict(rank0_only=False)
+    engine._parts.outer._settle()  # a meeting may run
     outers = torch.cat([fragment.outer for fragment in engine._parts.outer._fragments])
     engine.destroy()
     return losses, state, first, outers
