@@ -230,7 +230,7 @@ class Engine:
                 recovery.commit()
                 weight = self._step.means.weight
                 if weight is None:
-                    weight = self._counters.train_batch_size()
+                    weight = self._counters.train_batch_size() / self._parts.outer.num_groups
                 self._parts.outer.advance(weight if self._step.was_applied else 0.0)
                 for follower in self._parts.after_steps:
                     follower.advance(self.global_steps - self.skipped_steps)

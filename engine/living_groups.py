@@ -550,9 +550,7 @@ class LivingGroups(HeldStates):
         chosen = self._of_first(own, chosen)
         result = load(folder, chosen)
         if chosen is not None and self.number:
-            self._write(range(len(self._fragments)), mix=0.0)
-            for fragment in self._fragments:
-                fragment.weight = 0.0
+            self._begin_at_outer()
         return result
 
     def of_first(self, value: bool) -> bool:

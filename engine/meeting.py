@@ -210,6 +210,12 @@ class HeldStates(OuterLoop, ABC):
         values = self._read(number) if mix else torch.empty(0)
         return self._fragments[number].mixed(values, mix)
 
+    def _begin_at_outer(self) -> None:
+        """After a load: go on from the outer parameters, with nothing learned since the last meetings."""
+        self._write(range(len(self._fragments)), mix=0.0)
+        for fragment in self._fragments:
+            fragment.weight = 0.0
+
     def _set(self, values: Mapping[int, Tensor]) -> None:
         """Give masters and parameters these values of fragments, fp32 [numel] each."""
         masters = [part.master for number in values for part in self._parts[number]]
@@ -354,7 +360,7 @@ class GroupsLoop(HeldStates):
         if tag is not None:
             check_steps(self.meet, self._counters.global_steps)
             if is_new:
-                self._write(range(len(self._fragments)), mix=0.0)
+                self._begin_at_outer()
         return result
 
     def of_first(self, value: bool) -> bool:

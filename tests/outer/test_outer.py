@@ -362,6 +362,7 @@ def resumes(outer: dict[str, Any], folder: str, steps: tuple[int, int], saves: b
     engine = xds.initialize(build("plain"), config_of(outer, 2, ADAM))
     if not saves:
         engine.load_checkpoint(folder)
+    weights = [fragment.weight for fragment in engine._parts.outer._fragments]
     first = {
         name: value.clone() for name, value in engine.full_state_dict(rank0_only=False).items()
     }
@@ -378,7 +379,7 @@ def resumes(outer: dict[str, Any], folder: str, steps: tuple[int, int], saves: b
     engine._parts.outer._settle()  # a meeting may run
     outers = torch.cat([fragment.outer for fragment in engine._parts.outer._fragments])
     engine.destroy()
-    return losses, state, first, outers
+    return losses, state, first, outers, weights
 
 
 @pytest.mark.parametrize(
@@ -406,3 +407,5 @@ def test_a_run_goes_on_with_other_groups_and_ranks(tmp_path: Any) -> None:
     assert torch.isin(flat, held).all()
     own = torch.cat([value.flatten() for value in three[1][2].values()])
     assert not torch.isin(own, held).all()
+    # samples since the meeting after step 4
+    assert [each[4] for each in three] == [[4.0], [4.0], [0.0]]
