@@ -56,8 +56,6 @@ class Neighbours(Protocol):
     def optimizer_type(self) -> str: ...
     @property
     def managed_gradient_accumulation(self) -> bool: ...
-    @property
-    def dataloader_num_workers(self) -> int: ...
 
 
 @final
@@ -123,10 +121,6 @@ class Recovery(Section):
             ),
             "curriculum_learning.enabled": (True, config.curriculum_learning.enabled),
             "managed_gradient_accumulation": (False, not config.managed_gradient_accumulation),
-            "dataloader_num_workers": (
-                config.dataloader_num_workers,
-                config.dataloader_num_workers > 0,
-            ),
         }
         if (
             zero.stage == 0 or zero.mics_shard_size > 0

@@ -45,6 +45,14 @@ class Resumable(ABC):
         """The number of the iteration that `position` is in; None: positions do not tell."""
         return position.get("epoch")
 
+    def take(self) -> bool:
+        """The next batch has come from the loader. False: it was read ahead, and is not wanted any more."""
+        return True
+
+    def goes_on(self) -> bool:
+        """The loader has read all of the iteration, which has more because it went back meanwhile."""
+        return False
+
     def given(self, batch: Any, start: Mapping[str, int], end: Mapping[str, int]) -> Any:
         """What the script gets for a batch of the samples between two positions."""
         return batch
@@ -223,10 +231,18 @@ class RankLoader(DataLoader[Any]):
 
     def _counted(self, batches: Iterator[Any], start: Mapping[str, int]) -> Iterator[Any]:
         assert self.batch_size is not None
-        for number, batch in enumerate(batches, start=1):
-            before = self._source.after(start, (number - 1) * self.batch_size)
-            self._position = self._source.after(start, number * self.batch_size)
-            yield self._source.given(self._ready(batch), before, self._position)
+        number, is_over = 0, False
+        while not is_over:
+            for batch in batches:
+                if not self._source.take():
+                    continue
+                before = self._source.after(start, number * self.batch_size)
+                number += 1
+                self._position = self._source.after(start, number * self.batch_size)
+                yield self._source.given(self._ready(batch), before, self._position)
+            is_over = not self._source.goes_on()
+            if not is_over:
+                batches = self.around(super().__iter__())
         self._position = self._source.start()
 
     @property

@@ -4,10 +4,12 @@
     without unit 1      unit 0: a b c                 unit 2: e f d
 
 A step that is dropped is given again, in the iteration that runs. So a loop over the loader has a round more.
+What workers have read ahead of it is dropped as well.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, final
 
@@ -23,8 +25,8 @@ from .loaders import InOrder, RankLoader, Resumable, check_map_style, check_rank
 class StepSampler(Sampler[int], Resumable):
     """This rank's indices, micro-batch by micro-batch. An epoch is a whole number of steps.
 
-    The order is that of `EpochSampler` with the same seed and the same samples of a step. Indices are taken as
-    they are needed, so the loader may have no workers that read ahead.
+    The order is that of `EpochSampler` with the same seed and the same samples of a step. A loader with workers
+    takes indices ahead: what it has taken counts when its batch has come (`take`).
     """
 
     def __init__(
@@ -47,6 +49,8 @@ class StepSampler(Sampler[int], Resumable):
         self._given = 0  # micro-batches of it
         self._is_running = False  # an iteration has begun, and has not ended
         self._indices: tuple[int, list[int]] = (-1, [])  # of an epoch
+        self._version = 0  # of what comes next: another one each time that is changed
+        self._ahead: deque[int] = deque()  # of micro-batches whose indices were taken
 
     def share(self, shares: Sequence[tuple[int, int]], done: Mapping[str, int]) -> None:
         """From the next step on this rank runs these micro-batches (unit, number), its own first.
@@ -56,6 +60,7 @@ class StepSampler(Sampler[int], Resumable):
         if self.epoch == done["epoch"] and self._step * self.step_samples < done["samples"]:
             self._move(self.epoch, self._step + 1)
         self._shares = list(shares)
+        self._version += 1
 
     def taken(self) -> dict[str, int]:
         """The position after the step whose micro-batches were all taken.
@@ -82,7 +87,23 @@ class StepSampler(Sampler[int], Resumable):
         if self._is_running or self._step >= self._num_steps:
             self._move(self.epoch + 1, 0)
         self._is_running = True
+        self._ahead.clear()
         return self.start()
+
+    def take(self) -> bool:
+        if self._ahead.popleft() != self._version:
+            return False
+        if self._given == len(self._shares):
+            self._step, self._given = self._step + 1, 0
+        self._given += 1
+        return True
+
+    def goes_on(self) -> bool:
+        is_last = self._step == self._num_steps - 1 and self._given == len(self._shares)
+        if self._is_running and (is_last or self._step >= self._num_steps):
+            self._is_running = False
+            self._move(self.epoch, self._num_steps)
+        return self._is_running
 
     def after(self, start: Mapping[str, int], num_items: int) -> dict[str, int]:
         return self.start()
@@ -105,6 +126,7 @@ class StepSampler(Sampler[int], Resumable):
 
     def _move(self, epoch: int, step: int) -> None:
         self.epoch, self._step, self._given = epoch, step, 0
+        self._version += 1
 
     # -- indices ----------------------------------------------------------------------------------------
 
@@ -113,17 +135,18 @@ class StepSampler(Sampler[int], Resumable):
         return self._num_steps * self._num_micro_batches * self._micro_batch_size
 
     def __iter__(self) -> Iterator[int]:
-        epoch = self.epoch
+        epoch, version, step, given = self.epoch, -1, 0, 0
         while self.epoch == epoch and self._is_running:
-            if self._given == len(self._shares):
-                self._move(epoch, self._step + 1)
-            if self._step >= self._num_steps:
+            if version != self._version:
+                version, step, given = self._version, self._step, self._given
+            if given == len(self._shares):
+                step, given = step + 1, 0
+            if step >= self._num_steps:
                 break
-            unit, number = self._shares[self._given]
-            self._given += 1
-            yield from self._micro_batch(self._step, unit, number)
-        if self.epoch == epoch:
-            self._is_running = False
+            unit, number = self._shares[given]
+            given += 1
+            self._ahead.append(version)
+            yield from self._micro_batch(step, unit, number)
 
     def _micro_batch(self, step: int, unit: int, number: int) -> list[int]:
         epoch, order = self._indices

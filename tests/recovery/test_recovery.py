@@ -1,5 +1,6 @@
 """A rank fails, and the others go on in their processes: numbers, samples, generations, refusals."""
 
+import itertools
 import json
 import os
 import signal
@@ -278,6 +279,14 @@ def one_copy(
             # another rank while all open their groups: its peers wait for it, and then meet its new process
             [[0, 3, "norm"], [2, None, "group"]],
             id="in the opening of groups",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            [0, 0],
+            {"zero_optimization": {"stage": 2}, "dataloader_num_workers": 1},
+            # also in the last step of an epoch, when the workers have read all of it
+            [[1, 2, "norm"], [0, 6, "forward"]],
+            id="data workers",
             marks=pytest.mark.slow,
         ),
         pytest.param(
@@ -645,9 +654,9 @@ def test_every_micro_batch_has_one_unit() -> None:
         assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
-def loaders(units: int, length: int, step_batches: int = 2) -> list:
+def loaders(units: int, length: int, step_batches: int = 2, num_workers: int = 0) -> list:
     data = TensorDataset(torch.arange(length))
-    sizes = {"micro_batch_size": 2, "world_size": units, "num_workers": 0}
+    sizes = {"micro_batch_size": 2, "world_size": units, "num_workers": num_workers}
     more = {"drop_last": False, "collate_fn": None, "step_batches": step_batches}
     return [step_loader(data, rank=unit, **sizes, **more) for unit in range(units)]
 
@@ -668,9 +677,10 @@ def test_without_a_loss_samples_are_those_of_the_loader_for_elastic_runs() -> No
             )
 
 
-def test_a_step_is_given_again_with_the_samples_of_a_lost_unit() -> None:
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_step_is_given_again_with_the_samples_of_a_lost_unit(num_workers: int) -> None:
     whole = [[numbers(batch) for batch in loader] for loader in loaders(3, 29)]
-    survivors = loaders(3, 29)[:2]
+    survivors = loaders(3, 29, num_workers=num_workers)[:2]
     for unit, loader in enumerate(survivors):
         given, rounds = [], iter(loader)
         given += [numbers(next(rounds)) for _ in range(2)]
@@ -684,6 +694,12 @@ def test_a_step_is_given_again_with_the_samples_of_a_lost_unit() -> None:
         rest = [whole[other][2 * step + number] for step in (1, 2) for other, number in shares]
         assert given == whole[unit][:2] + rest
         assert loader.position() == {"epoch": 0, "samples": 36}
+        rounds = iter(loader)
+        batches = [numbers(batch) for batch in itertools.islice(rounds, 2 * len(shares))]
+        loader.resume({"epoch": 1, "samples": 12})  # when a worker has read all of the epoch
+        assert [numbers(batch) for batch in rounds][: len(shares)] == batches[len(shares) :]
+        loader.resume({"epoch": 1, "samples": 0})
+        loader.source.share(shares, {"epoch": 1, "samples": 0})
         assert numbers(next(iter(loader))) == numbers(next(iter(fresh(unit, epoch=1))))
 
 
@@ -813,7 +829,6 @@ def test_ranks_that_open_groups_do_not_wait_for_one_that_fails_meanwhile() -> No
             {"progressive_layer_drop": {"enabled": True}},
             "progressive_layer_drop.enabled = true: does not work",
         ),
-        ({"dataloader_num_workers": 1}, "dataloader_num_workers = 1: does not work with"),
     ],
 )
 def test_what_is_not_built_is_refused_by_name(more: dict, named: str) -> None:
