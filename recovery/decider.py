@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
+from ..utils.quoting import ranks_text
 from .generations import GONE_BACK, Lighthouse, there_again
 
 STOPPED_SECONDS = 1.0  # a rank that is stopped for so long is lost
@@ -102,6 +103,8 @@ class Decider:
         self._codes: dict[int, int] = {}  # how its last process ended
         self._failed: set[int] = set()
         self._lost: set[int] = set()  # ranks without which the run goes on
+        self._last_lost: set[int] = set()  # those that the newest generation lacks
+        self._has_missed = False  # all others have ended without noticing that these were lost
         self._without_host: set[int] = (
             set()
         )  # that were lost with their host: their places are filled on another one
@@ -131,7 +134,7 @@ class Decider:
     @property
     def failed(self) -> set[int]:
         """The ranks whose failures are the run's; none of a run that went on to its end."""
-        return self._failed if self.is_ending or self._is_over else set()
+        return self._failed if self.is_ending or self._is_over or self._has_missed else set()
 
     def take_commands(self) -> list[Command]:
         """What was decided since the last call."""
@@ -159,6 +162,10 @@ class Decider:
             self._failed.add(rank)
         if not self._codes[rank] and self.lighthouse.are_alone:
             self._end_unit(self.lighthouse.unit_of(rank))
+        elif not self._codes[rank] and self.lighthouse.units:
+            self.lighthouse.say_ended([each for each, code in self._codes.items() if not code])
+        if not self._running and self._last_lost and not self.is_ending:
+            self._look_for_missed()
 
     def stopped(self, host: int, ranks: Sequence[int]) -> None:
         """These ranks of a host are stopped now (SIGSTOP), and no others of it."""
@@ -285,7 +292,8 @@ class Decider:
         if not any(self._has_states(unit) for unit in left):
             self._tell(f"{ending}; no other rank has the states yet, so the run ends")
             return False
-        self._lost.update(self.lighthouse.ranks_in(lost))
+        self._last_lost = set(self.lighthouse.ranks_in(lost))
+        self._lost |= self._last_lost
         generation = self.lighthouse.lose([*dropped, *lost], ending)
         numbers = ", ".join(map(str, ranks))
         self._tell(f"{ending}; ranks {numbers} go on (generation {generation.number})")
@@ -296,6 +304,17 @@ class Decider:
         ranks = self.lighthouse.units[unit]
         attempts = {rank: self._joining[rank] for rank in ranks if rank in self._joining}
         return unit not in self._admitted or self.lighthouse.has_joined(unit, attempts)
+
+    def _look_for_missed(self) -> None:
+        """If the others have ended without noticing it, nobody has done the rest of the work of lost ranks."""
+        if self.lighthouse.are_alone or self.lighthouse.is_met():
+            return
+        self._has_missed = True
+        self._failed |= self._last_lost
+        who = ranks_text(sorted(self._last_lost))
+        self._tell(
+            f"all others had taken their last step, so nobody did what {who} had still to do"
+        )
 
     def _end_unit(self, unit: int) -> None:
         """If all ranks of a unit that trains alone have ended well, the others do not wait for it."""

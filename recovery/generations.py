@@ -18,6 +18,7 @@ from pydantic import TypeAdapter
 
 from ..ops.watch.store import Store
 from ..utils.errors import PeerError
+from ..utils.quoting import ranks_text
 
 PREFIX = "xds/recovery"
 _JOINED, _GIVEN_UP = "joined after step ", f"{PREFIX}/given up"
@@ -67,6 +68,8 @@ class Announced:
 
 _KIND, _ANNOUNCED = TypeAdapter(Generation), TypeAdapter(Announced)
 _NUMBERS, _STOPPED = TypeAdapter(list[int]), f"{PREFIX}/stopped"
+_ENDED = f"{PREFIX}/ended"  # the ranks that have ended their scripts
+_ENDED_SECONDS = 1.0  # a failure of another rank is known before
 
 
 def _key(number: int) -> str:
@@ -142,6 +145,16 @@ class Lighthouse:
     def say_stopped(self, units: Sequence[int]) -> None:
         """These units have stopped ranks, so they do not answer now."""
         self._store.set(_STOPPED, _NUMBERS.dump_json(sorted(units)).decode())
+
+    def say_ended(self, ranks: Sequence[int]) -> None:
+        """These ranks have ended their scripts well. A rank whose collective fails waits in vain."""
+        self._store.set(_ENDED, _NUMBERS.dump_json(sorted(ranks)).decode())
+
+    def is_met(self) -> bool:
+        """A rank has noticed the newest generation."""
+        ranks = self.ranks_in(self.generation.units)
+        keys = (_ready_key(self.generation.number, rank) for rank in ranks)
+        return any(self._store.read(key) is not None for key in keys)
 
     def admit(self, units: Sequence[int], attempts: Mapping[int, int]) -> list[int]:
         """Begin a generation with the new processes of those `units` that are ready. Returns these units.
@@ -251,22 +264,14 @@ class Meeting:
         Raises:
             PeerError: there is none within the timeout, the launcher has ended, or this unit is not in it.
         """
-        deadline = time.monotonic() + timeout_seconds
-        found: Generation | None = None
         try:
-            while found is None:
-                if self._raw.check([_key(number + 1)]):
-                    found = self._store.read_as(_KIND, _key(number + 1))
-                elif time.monotonic() > deadline:
-                    raise RuntimeError("there is none")
-                else:
-                    time.sleep(POLL_SECONDS)
+            found = self._wait_after(number, timeout_seconds, heeds_ends=not is_new)
             while (newer := self._store.read_as(_KIND, _key(found.number + 1))) is not None:
                 found = newer
         except RuntimeError as error:
             raise PeerError(
-                f"a collective failed on rank {self._rank}, and no rank has ended: the launcher has named no "
-                f"generation after {number} within {timeout_seconds:.0f} s"
+                f"a collective failed on rank {self._rank}: {error}; the launcher has named no generation "
+                f"after {number}"
             ) from error
         newest = found.processes.get(self._rank, 0)
         if is_new and newest <= self._process and not self._has(found):
@@ -282,6 +287,29 @@ class Meeting:
                 f"({found.reason}): its work is dropped, and it ends"
             )
         return found
+
+    def _wait_after(self, number: int, timeout_seconds: float, *, heeds_ends: bool) -> Generation:
+        """The generation after `number`. heeds_ends: ranks that have ended well are why there is none.
+
+        Raises RuntimeError: there is none.
+        """
+        begun_seconds = time.monotonic()
+        while True:
+            if self._raw.check([_key(number + 1)]):
+                found = self._store.read_as(_KIND, _key(number + 1))
+                if found is not None:
+                    return found
+            seconds = time.monotonic() - begun_seconds
+            if heeds_ends and seconds > _ENDED_SECONDS:
+                ended = self._store.read_as(_NUMBERS, _ENDED)
+                if ended:
+                    raise RuntimeError(
+                        f"{ranks_text(ended)} ended the script with code 0, and this rank waits for the next "
+                        "step; let all ranks take the same steps"
+                    )
+            if seconds > timeout_seconds:
+                raise RuntimeError(f"no rank has ended within {timeout_seconds:.0f} s")
+            time.sleep(POLL_SECONDS)
 
     def _has(self, generation: Generation) -> bool:
         """This process takes part in it."""

@@ -137,6 +137,7 @@ class Runner:
         self._environments: dict[int, dict[str, Any]] = {}  # of ranks that may run here
         self._errors: dict[int, str] = {}  # by rank: the path of its failure record
         self._running: dict[int, tuple[int, Process]] = {}  # with its number
+        self._killed: set[int] = set()  # numbers of new processes that the decider has ended
         # by rank: places that wait for a spare, and until when
         self._unfilled: dict[int, tuple[Fill, float]] = {}
         self._stopped: tuple[int, ...] = ()  # as last told
@@ -192,7 +193,9 @@ class Runner:
         """End these ranks at once."""
         for rank in ranks:
             if rank in self._running:
-                self._running[rank][1].kill()
+                attempt, process = self._running[rank]
+                self._killed.update({attempt} - {0})
+                process.kill()
         self._leave_unfilled(ranks)
 
     def ask_to_end(self) -> None:
@@ -300,6 +303,8 @@ class Runner:
         """Keep how this process has ended. Returns the event with its error."""
         from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+        if event.attempt in self._killed and event.rank in self.failures:
+            return event  # the process before it tells more
         self.failures.pop(event.rank, None)
         if not event.code:
             return event

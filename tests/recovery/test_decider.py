@@ -1,5 +1,7 @@
 """What is decided when ranks fail and hosts are lost: tables of events and commands, without processes."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 from torch.distributed import HashStore
 
@@ -402,9 +404,19 @@ def test_failures_are_those_of_a_run_that_ended_for_them() -> None:
     play = Play(hosts(2, 1))
     play.announce()
     play.decider.ended(2, 0, KILLED)  # the run goes on without it
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda rank: play.meeting(rank).gather(play.lighthouse.generation), (0, 1)))
     for rank in (0, 1):
         play.decider.ended(rank, 0, 0)
     assert play.decider.is_done and not play.decider.failed
+
+    play = Play(hosts(2, 1))
+    play.announce()
+    play.decider.ended(0, 0, RAISED)  # after the last step of the others, who do not notice it
+    for rank in (1, 2):
+        play.decider.ended(rank, 0, 0)
+    assert play.decider.is_done and play.decider.failed == {0}
+    assert "nobody did what rank 0 had still to do" in " ".join(play.said())
 
     play = Play(hosts(2, 1))
     play.decider.ended(2, 0, RAISED)
