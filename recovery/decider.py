@@ -103,7 +103,8 @@ class Decider:
         self._codes: dict[int, int] = {}  # how its last process ended
         self._failed: set[int] = set()
         self._lost: set[int] = set()  # ranks without which the run goes on
-        self._last_lost: set[int] = set()  # those that the newest generation lacks
+        self._last_lost: set[int] = set()  # those that were lost last
+        self._without_them = lighthouse.generation  # the first one after that
         self._has_missed = False  # all others have ended without noticing that these were lost
         self._without_host: set[int] = (
             set()
@@ -294,7 +295,7 @@ class Decider:
             return False
         self._last_lost = set(self.lighthouse.ranks_in(lost))
         self._lost |= self._last_lost
-        generation = self.lighthouse.lose([*dropped, *lost], ending)
+        generation = self._without_them = self.lighthouse.lose([*dropped, *lost], ending)
         numbers = ", ".join(map(str, ranks))
         self._tell(f"{ending}; ranks {numbers} go on (generation {generation.number})")
         return True
@@ -307,7 +308,7 @@ class Decider:
 
     def _look_for_missed(self) -> None:
         """If the others have ended without noticing it, nobody has done the rest of the work of lost ranks."""
-        if self.lighthouse.are_alone or self.lighthouse.is_met():
+        if self.lighthouse.are_alone or self.lighthouse.is_met(self._without_them):
             return
         self._has_missed = True
         self._failed |= self._last_lost

@@ -150,10 +150,12 @@ class Lighthouse:
         """These ranks have ended their scripts well. A rank whose collective fails waits in vain."""
         self._store.set(_ENDED, _NUMBERS.dump_json(sorted(ranks)).decode())
 
-    def is_met(self) -> bool:
-        """A rank has noticed the newest generation."""
-        ranks = self.ranks_in(self.generation.units)
-        keys = (_ready_key(self.generation.number, rank) for rank in ranks)
+    def is_met(self, since: Generation) -> bool:
+        """A rank of this generation has noticed it, or a later one."""
+        numbers = range(since.number, self.generation.number + 1)
+        keys = [
+            _ready_key(number, rank) for number in numbers for rank in self.ranks_in(since.units)
+        ]
         return any(self._store.read(key) is not None for key in keys)
 
     def admit(self, units: Sequence[int], attempts: Mapping[int, int]) -> list[int]:
