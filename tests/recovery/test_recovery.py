@@ -584,6 +584,30 @@ def test_what_lost_ranks_have_started_ends_with_the_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_script_that_saves_again_after_the_run_went_back_does_not_wait(tmp_path: Path) -> None:
+    """Rank 1 is killed before its copy of step 6 is complete. Rank 0 then is after step 5 again, where it saves."""
+    once = "if RANK == 1 and engine and engine.global_steps == 6:"
+    kills = "(OUT / 'once').exists() or [(OUT / 'once').touch(), os.kill(os.getpid(), 9)]"
+    once = f"{once} {kills}"
+    changes = {"if engine.global_steps <= before:": "if False:"}
+    launcher = changed_run(tmp_path, 2, once, changes)
+    _, err = launcher.communicate(on_busy_machines(90))
+    assert launcher.returncode == 0, err
+    assert "rank 1 was ended by SIGKILL" in err and err.count("saved checkpoint") == 1
+
+
+@pytest.mark.slow
+def test_what_a_rank_had_to_do_after_the_last_step_fails_the_run(tmp_path: Path) -> None:
+    raises = {
+        "        state = engine.full": '        assert RANK, "no place"\n        state = engine.full'
+    }
+    launcher = changed_run(tmp_path, 0, "pass", raises)
+    _, err = launcher.communicate(on_busy_machines(90))
+    assert launcher.returncode == 1, err
+    assert "so nobody did what rank 0 had still to do" in err and "no place" in err
+
+
+@pytest.mark.slow
 def test_a_save_in_the_background_is_abandoned_and_the_next_one_is_whole(tmp_path: Path) -> None:
     config = {"zero_optimization": {"stage": 1}, "checkpoint": {"async_save": True}}
     _, err = one_copy(tmp_path / "killed", config, 2, [[1, 5, "forward"]])
