@@ -585,7 +585,7 @@ def test_what_lost_ranks_have_started_ends_with_the_run(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_script_that_saves_again_after_the_run_went_back_does_not_wait(tmp_path: Path) -> None:
-    """Rank 1 is killed before its copy of step 6 is complete, so rank 0 is after step 5 again, where it saves."""
+    """Rank 1 is killed before its copy of step 6 is complete. Rank 0 is after step 5 again, where it saves."""
     once = "if RANK == 1 and engine and engine.global_steps == 6:"
     kills = "(OUT / 'once').exists() or [(OUT / 'once').touch(), os.kill(os.getpid(), 9)]"
     once = f"{once} {kills}"
