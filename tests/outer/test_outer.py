@@ -127,6 +127,11 @@ def test_what_groups_must_have_alike(more: dict[str, Any], text: str) -> None:
         run_ranks(train_unequal, 4, more)
 
 
+def test_a_model_has_a_unit_for_each_fragment() -> None:
+    with pytest.raises(AssertionError, match="a fragment has at least one unit, and the model has"):
+        run_ranks(train, 2, {"groups": 2, "steps": 9, "fragments": 9}, 1, 1)
+
+
 def partly_frozen(folder: str, place: str) -> dict[str, Tensor]:
     """Each rank builds other values; half of them are frozen."""
     torch.manual_seed(dist.get_rank())
