@@ -38,6 +38,7 @@ from ..outer.schedule import MeetingSchedule
 from ..utils.errors import UsageError
 from ..utils.version import __version__
 from ..zero.core.master import Master
+from ..zero.core.param_bucket import ParamBucket
 from .counters import Counters
 from .model.arguments import settings_of_groups
 from .parallel.outer_parts import OuterPart, outer_parts
@@ -157,22 +158,31 @@ class HeldStates(OuterLoop, ABC):
 
         A shard on a disk is in memory until the next one is asked for.
         """
-        sharded = self._engine.sharded
-        trained = {id(master.params) for master in self._engine.updater.masters}
         yield from self._engine.module.buffers()
-        yield from (param.data for param in sharded.frozen.values())
-        flats = (flat for unit in sharded.units for flat in unit.params)
-        yield from (flat.shard for flat in flats if id(flat) not in trained)
+        yield from (param.data for param in self._engine.sharded.frozen.values())
+        yield from (flat.shard for flat in self._frozen_flats())
+
+    def _frozen_flats(self) -> Iterator[ParamBucket]:
+        """Those of stage 3. Below it frozen parameters are whole, and in none."""
+        trained = {id(master.params) for master in self._engine.updater.masters}
+        flats = (flat for unit in self._engine.sharded.units for flat in unit.params)
+        yield from (flat for flat in flats if id(flat) not in trained)
 
     def _check_alike(self, meet: Collectives) -> str:
         """The digest of what groups must have alike. For all of them. meet: their equal ranks.
 
         Raises UsageError: they have other sections outer, models, divisions of it, or versions.
         """
-        places = [
+        places: list[Any] = [
             [(slot.name, slot.shape) for slot in master.params.layout.slots]
             + [master.params.layout.numel, start, part.numel, number]
             for number, master, start, part in self._places()
+        ]
+        places += [list(buffer.shape) for buffer in self._engine.module.buffers()]
+        places += [list(param.shape) for param in self._engine.sharded.frozen.values()]
+        places += [
+            [(slot.name, slot.shape) for slot in flat.layout.slots] + [flat.layout.numel]
+            for flat in self._frozen_flats()
         ]
         settings = settings_of_groups(self._engine.config)
         mine = [[settings, str(torch.__version__), __version__], places]
@@ -187,7 +197,8 @@ class HeldStates(OuterLoop, ABC):
             if found[1] != table[0][1]:
                 raise UsageError(
                     f"equal ranks of groups 0 and {group} have other elements of the model: give all groups "
-                    "the same model, and sections zero_optimization that divide it alike"
+                    "the same model, and sections zero_optimization that divide it alike; with parameters that "
+                    "are not trained, stage 3 in all groups or in none"
                 )
         return f"{digests}"
 

@@ -80,10 +80,10 @@ UNEQUAL: list[dict[str, Any]] = [
 ]
 
 
-def train_unequal(more: dict[str, Any]) -> dict[str, Tensor]:
+def train_unequal(more: dict[str, Any], model: str = "tied") -> dict[str, Tensor]:
     group, rank = divmod(dist.get_rank(), 2)
     config = {"optimizer": SGD, "outer": MEAN | {"groups": 2}} | UNEQUAL[group]
-    engine = xds.initialize(build("tied"), config | (more if group else {}))
+    engine = xds.initialize(build(model), config | (more if group else {}))
     for step in range(3):
         for part in range(engine.gradient_accumulation_steps()):
             size = engine.train_micro_batch_size_per_gpu()
@@ -110,21 +110,24 @@ def test_groups_have_other_batches_and_stages() -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "text"),
+    ("more", "model", "text"),
     [
         (
             {"gradient_clipping": 1.0},
+            "tied",
             "gradient_clipping = 0.0 on ranks 0, 1 and 1.0 on ranks 2, 3;",
         ),
         (
             {"zero_optimization": {"stage": 1, "unit_min_numel": 1}},
+            "tied",
             "equal ranks of groups 0 and 1 have other elements of the model",
         ),
+        ({}, "lora", "parameters that are not trained, stage 3 in all groups or in none"),
     ],
 )
-def test_what_groups_must_have_alike(more: dict[str, Any], text: str) -> None:
+def test_what_groups_must_have_alike(more: dict[str, Any], model: str, text: str) -> None:
     with pytest.raises(AssertionError, match=text):
-        run_ranks(train_unequal, 4, more)
+        run_ranks(train_unequal, 4, more, model)
 
 
 def test_a_model_has_a_unit_for_each_fragment() -> None:
