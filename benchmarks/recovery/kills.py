@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from xds.ops.mesh import Mesh
+from xds.recovery.decider import STOPPED_SECONDS
 from xds.recovery.units import units_of
 
 TRAIN = Path(__file__).with_name("train.py")
@@ -320,9 +321,10 @@ class Figures:
         steps = [each for each in newer if "world" in each]
         own = [each for each in steps if each["unit"] == kill["unit"]]
         others = [each for each in steps if each["unit"] != kill["unit"]]
-        # a rank that is stopped before the others have taken a step holds them up as well
+        # a rank that is stopped beside it, before the others have taken a step, holds them up as well
         until = others[0]["seconds"] if others else kill["seconds"]
-        beside = [each for each in later if "kill" in each and each["seconds"] < until]
+        since = kill["seconds"] - STOPPED_SECONDS
+        beside = [each for each in found if "kill" in each and since < each["seconds"] < until]
         is_stop = any(each["how"] == "SIGSTOP" for each in (kill, *beside))
         kind = "SIGSTOP" if is_stop else "others"
         if others and not layout.has_one_copy:
