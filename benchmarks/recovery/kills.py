@@ -2,12 +2,15 @@
 
     python benchmarks/recovery/kills.py --minutes 60 --json soak.json     all layouts in turn
     python benchmarks/recovery/kills.py --kills 20 --layout "stage 0"
+    python benchmarks/recovery/kills.py --kills 20 --launchers
 
 In each run a rank is killed about every second, and replaced by a spare: by SIGKILL, SIGSEGV, SIGSTOP or an
 exception, in each phase of a step, in a save, while others recover, at a random instant, one or two at a time.
 In every eighth run `xds` itself is killed. A run fails if it hangs, ends with an error, leaves processes or
 files, loses or doubles samples, or has other parameters at its end than a run without kills: by more than 1e-4,
 and with one copy of the states by any bit. The last output is JSON.
+
+--launchers: in place of ranks their launcher is killed twice in each run of one copy, and the run goes on.
 """
 
 from __future__ import annotations
@@ -127,10 +130,22 @@ class Run:
     problem: str = ""
     records: list[Any] = field(default_factory=list)
     launcher_killed: bool = False
+    num_launchers: int = 0  # that were killed, beside which others went on
 
 
-def run(out: Path, layout: Layout, plan: list[dict[str, Any]], steps: int, kill_at: float) -> Run:
-    """Run once. kill_at: the launcher is killed so many seconds after the first step; 0: it is not."""
+def run(
+    out: Path,
+    layout: Layout,
+    plan: list[dict[str, Any]],
+    steps: int,
+    kill_at: float,
+    num_launchers: int = 0,
+) -> Run:
+    """Run once.
+
+    kill_at: xds is killed so many seconds after the first step; 0: it is not. num_launchers: so many times the
+    launcher below it is killed, beside which another one goes on.
+    """
     out.mkdir()
     inside = [entry for entry in plan if entry["phase"] != "outside"]
     environ = {**os.environ, **layout.environment, "OUT": str(out), "STEPS": str(steps)}
@@ -144,7 +159,10 @@ def run(out: Path, layout: Layout, plan: list[dict[str, Any]], steps: int, kill_
         )
     outside = [entry for entry in plan if entry["phase"] == "outside"]
     deadline, first_step = time.monotonic() + LIMIT_SECONDS, 0.0
+    killed: list[int] = []
     while process.poll() is None and time.monotonic() < deadline:
+        if len(killed) < num_launchers:
+            killed += kill_one_launcher(out, killed)
         outside = [entry for entry in outside if not kill_outside(out, entry)]
         if kill_at and not first_step and any(out.glob("done*")):
             first_step = time.monotonic()
@@ -159,7 +177,8 @@ def run(out: Path, layout: Layout, plan: list[dict[str, Any]], steps: int, kill_
     left: list[Any] = [pid for pid in pids(found) if is_alive(pid)]
     left += files_of(found)
     problem = f"exit code {process.returncode}" if process.returncode else ""
-    return Run(problem or (f"processes or files left: {left}" if left else ""), found)
+    problem = problem or (f"processes or files left: {left}" if left else "")
+    return Run(problem, found, num_launchers=len(killed))
 
 
 def kill_launcher(out: Path, process: subprocess.Popen[bytes]) -> Run:
@@ -173,6 +192,20 @@ def kill_launcher(out: Path, process: subprocess.Popen[bytes]) -> Run:
             return Run("", found, launcher_killed=True)
         time.sleep(0.1)
     return Run(f"launcher killed, left: {left} {files}", found, launcher_killed=True)
+
+
+def kill_one_launcher(out: Path, killed: list[int]) -> list[int]:
+    """Kill the newest launcher if its ranks have taken steps. Returns its process id, or nothing."""
+    found = records(out)
+    starts = [record for record in found if "start" in record]
+    if not starts or starts[-1]["launcher"] in killed:
+        return []
+    if sum("world" in record for record in found if record["seconds"] > starts[-1]["seconds"]) < 60:
+        return []
+    time.sleep(random.random())
+    pid: int = starts[-1]["launcher"]
+    os.kill(pid, signal.SIGKILL)
+    return [pid]
 
 
 def kill_outside(out: Path, entry: dict[str, Any]) -> bool:
@@ -298,7 +331,7 @@ class Figures:
 
     def add(self, name: str, layout: Layout, found: Run) -> None:
         self.runs[name] += 1
-        self.launchers_killed += found.launcher_killed
+        self.launchers_killed += found.launcher_killed + found.num_launchers
         killed = [record for record in found.records if "kill" in record]
         self.kills.update(record["kill"] for record in killed)
         self.signals.update(record["how"] for record in killed)
@@ -373,6 +406,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=400, help="of a run")
     parser.add_argument("--every", type=int, default=25, help="steps between kills")
     parser.add_argument("--signal", default="", help="this one only")
+    parser.add_argument("--launchers", action="store_true", help="launchers in place of ranks")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", action="store_true", help="also the folders of good runs")
     parser.add_argument("--json", default="", help="figures so far, after each run")
@@ -385,10 +419,13 @@ def main() -> None:
     args = options()
     folder = Path(tempfile.mkdtemp(prefix="kills-"))
     names = args.layout or list(LAYOUTS)
+    if args.launchers:
+        names = [name for name in names if LAYOUTS[name].has_one_copy]
+    num_launchers = 2 if args.launchers else 0
     references: dict[str, list[Any]] = {}
     random_, figures, number = random.Random(args.seed), Figures(), 0
     began = time.monotonic()
-    while figures.kills.total() < args.kills:
+    while figures.kills.total() + figures.launchers_killed < args.kills:
         name = names[number % len(names)]
         layout, number = LAYOUTS[name], number + 1
         if name not in references:
@@ -396,9 +433,11 @@ def main() -> None:
             assert not whole.problem, f"{whole.problem}: {folder}"
             references[name] = whole.records
         plan = plan_of(random_, layout, args.steps, args.every, args.signal)
-        kill_at = random_.uniform(0.1, 5.0) if number % LAUNCHER_EVERY == 0 else 0.0
+        plan = [] if args.launchers else plan
+        is_last = number % LAUNCHER_EVERY == 0 and not args.launchers
+        kill_at = random_.uniform(0.1, 5.0) if is_last else 0.0
         out = folder / f"run{number}"
-        found = run(out, layout, plan, args.steps, kill_at)
+        found = run(out, layout, plan, args.steps, kill_at, num_launchers)
         problem = compare(layout, found, references[name], args.steps)
         figures.add(name, layout, found)
         if problem:
