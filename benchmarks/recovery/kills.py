@@ -97,6 +97,8 @@ def plan_of(
         name = how or random_.choice(SIGNALS)
         if name == "exception" and phase.endswith(("write", "commit")):
             name = "SIGKILL"  # a save that fails raises on all ranks, with recovery as well
+        if layout.has_one_copy and more["is_second"] and plan[-1]["signal"] == "exception":
+            name = "SIGKILL"  # where all ranks raise the run ends
         entry = {"number": len(plan), "unit": random_.choice(unit), "step": step, "phase": phase}
         plan.append({**entry, "signal": name, **more})
 
