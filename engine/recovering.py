@@ -35,7 +35,7 @@ import torch.distributed as dist
 from ..ops.comm.backend import set_timeout, state_of
 from ..ops.comm.collectives import Collectives
 from ..ops.comm.exchange import agreeing, all_gather_json
-from ..ops.comm.mesh_groups import MeshGroups
+from ..ops.comm.mesh_groups import OPENING_FACTOR, MeshGroups
 from ..ops.comm.opening import open_collectives
 from ..recovery.buddies import newest_common, steps_of
 from ..recovery.generations import GONE_BACK, Generation, Meeting
@@ -518,7 +518,7 @@ class LiveRecovery(Recovery):
             )
             group = dist.group.WORLD
             assert group is not None
-            set_timeout(group, timedelta(seconds=timeout_seconds()))
+            set_timeout(group, OPENING_FACTOR * short)
             opened = open_collectives(
                 group, device, section=section, recovers=True, wait_seconds=timeout_seconds()
             )
@@ -528,6 +528,7 @@ class LiveRecovery(Recovery):
             raise PeerError(
                 f"rank {self._rank}: generation {generation.number}: {error}"
             ) from error
+        set_timeout(group, timedelta(seconds=timeout_seconds()))
         parts.sharded.regroup(mesh)
         self._count_engines()
         if self._config.watch.enabled:

@@ -28,6 +28,7 @@ from .config import Communication
 from .opening import DEFAULT, open_collectives
 from .point_to_point import TAG_BASE
 
+OPENING_FACTOR = 10  # of the timeout of connections: see `reopen`
 _MADE_TAG = TAG_BASE - 1  # of no other message
 _POLL_SECONDS = 0.05
 _NAMED = 8  # ranks of a group, in messages
@@ -278,8 +279,13 @@ class MeshGroups(AxisGroups):
             made[key] = group = self._new_group(ranks)
             is_again = self._timeout.total_seconds() != self._wait_seconds
             if is_again and isinstance(group, dist.ProcessGroup):
-                set_timeout(group, timedelta(seconds=self._wait_seconds))
+                set_timeout(group, self._message_timeout)
         return made[key]
+
+    @property
+    def _message_timeout(self) -> timedelta:
+        """Of messages while groups are opened."""
+        return min(OPENING_FACTOR * self._timeout, timedelta(seconds=self._wait_seconds))
 
     def reopen(self, mesh: Mesh, group: dist.ProcessGroup, connect_seconds: float) -> None:
         """Open all groups again, for the ranks of `group`, which are those of `mesh`. **Collective.**
@@ -287,7 +293,9 @@ class MeshGroups(AxisGroups):
         The collectives of all ranks belong to `group` already. All others stay the same objects.
 
         Args:
-            connect_seconds: gloo's timeout of the connections. All ranks are there.
+            connect_seconds: gloo's timeout of the connections. All ranks are there. Messages between them have
+                `OPENING_FACTOR` times as much: a rank may have left for a newer group, and closes nothing before
+                all ranks are there.
         Raises:
             RuntimeError, PeerError: A rank has ended meanwhile.
         """
@@ -300,6 +308,9 @@ class MeshGroups(AxisGroups):
                 collectives.reopen(opened)
         finally:
             self._timeout = timeout
+        for made in state_of(group).parts.values():
+            if isinstance(made, dist.ProcessGroup):
+                set_timeout(made, timeout)
 
     def _new_groups(self, ranks: Sequence[int]) -> Any:
         """Call torch's new_group, for these ranks of every site. Returns that of this site."""
@@ -327,8 +338,7 @@ class MeshGroups(AxisGroups):
                 return self._new_groups(ranks)
             place = ranks.index(self.rank)
             after, before = ranks[(place + 1) % len(ranks)], ranks[place - 1]
-            # the messages of groups that are opened again have a shorter timeout
-            timeout = timedelta(seconds=self._wait_seconds)
+            timeout = self._message_timeout
             made: list[Any] = []
             failed: list[tuple[Exception, int | None]] = []
 
@@ -359,4 +369,4 @@ class MeshGroups(AxisGroups):
             return made[0]
 
 
-__all__ = ["AxisGroups", "BlocksOf", "MeshGroups", "blocks_of"]
+__all__ = ["OPENING_FACTOR", "AxisGroups", "BlocksOf", "MeshGroups", "blocks_of"]
