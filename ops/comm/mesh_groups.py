@@ -293,9 +293,9 @@ class MeshGroups(AxisGroups):
         The collectives of all ranks belong to `group` already. All others stay the same objects.
 
         Args:
-            connect_seconds: gloo's timeout of the connections. All ranks are there. Messages between them have
-                `OPENING_FACTOR` times as much: a rank may have left for a newer group, and closes nothing before
-                all ranks are there.
+            connect_seconds: gloo's timeout of the connections. All ranks are there. Messages have
+                `OPENING_FACTOR` times as much: a rank may have left for a newer group, and closes nothing
+                before all ranks are there.
         Raises:
             RuntimeError, PeerError: A rank has ended meanwhile.
         """
