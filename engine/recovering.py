@@ -468,6 +468,8 @@ class LiveRecovery(Recovery):
             try:
                 self._enter(generation, self._target.parts, seconds)
                 status = self._compare(self._target, waits)
+                if self._collectives.rank == 0:
+                    self._meeting.say_opened(generation)
                 self._has_met = True
                 return status
             except PeerError:  # another rank has failed meanwhile, or was too slow

@@ -427,8 +427,7 @@ class Decider:
                 self._misses.pop(unit, None)
                 self._lost.difference_update(ranks)
                 self._tell(f"{there_again(ranks)} (generation {lighthouse.generation.number})")
-        # another generation would end the opening of this one
-        if lighthouse.are_alone or not self._admitted:
+        if lighthouse.are_alone or not (self._admitted or lighthouse.is_opening()):
             units = {lighthouse.unit_of(rank) for rank in self._joining} - self._admitted
             self._admitted.update(lighthouse.admit(sorted(units), self._joining))
         if self._running.keys() <= self._joining.keys():

@@ -80,6 +80,10 @@ def _ready_key(number: int, rank: int) -> str:
     return f"{PREFIX}/ready/{number}/{rank}"
 
 
+def _opened_key(number: int) -> str:
+    return f"{PREFIX}/opened/{number}"
+
+
 def _again_key(number: int) -> str:
     return f"{PREFIX}/again/{number}"
 
@@ -156,6 +160,14 @@ class Lighthouse:
         keys = [
             _ready_key(number, rank) for number in numbers for rank in self.ranks_in(since.units)
         ]
+        return any(self._store.read(key) is not None for key in keys)
+
+    def is_opening(self) -> bool:
+        """Ranks open the groups of the newest generation, which another one would end."""
+        number = self.generation.number
+        if not number or self._store.read(_opened_key(number)) is not None:
+            return False
+        keys = (_ready_key(number, rank) for rank in self.ranks_in(self.generation.units))
         return any(self._store.read(key) is not None for key in keys)
 
     def admit(self, units: Sequence[int], attempts: Mapping[int, int]) -> list[int]:
@@ -331,6 +343,10 @@ class Meeting:
                 return False
             time.sleep(POLL_SECONDS)
         return True
+
+    def say_opened(self, generation: Generation) -> None:
+        """All ranks have opened their groups. For one of them."""
+        self._store.set(_opened_key(generation.number), "opened")
 
     def ask_again(self, generation: Generation) -> None:
         """This rank has not met the others. If none has ended, the launcher names another generation."""
