@@ -7,6 +7,7 @@ Engine ──> TrainingStep (steps/)    forward, backward, step
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections import Counter
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
 
 # read by the loops and by the layer of DeepSpeed's names
 _FOR_LAYERS = {"internals", "end_step", "end_optimizer_step"}
+
+log = logging.getLogger("xds")
 
 
 @final
@@ -718,6 +721,12 @@ class Engine:
         from .checkpoint.save import SaveOptions
 
         self._states.check_usable()
+        if self._parts.recovery.repeats:
+            log.info(
+                "save_checkpoint: no second save of step %d, to which the run went back",
+                self.global_steps,
+            )
+            return True
         how = self.config.checkpoint.tag_validation
         options = SaveOptions(
             save_latest, exclude_frozen_parameters, how, (metric, mode, keep_best)

@@ -130,6 +130,9 @@ class Recovery:
     has_lost = False
     must_regroup = False  # what this rank says in the message of its steps
     generation = 0  # of the groups
+    # this process went back: what the script does until the next forward it has done before, and new processes
+    # do not do it
+    repeats = False
     has_taken_over = False  # this process has the states of a lost one, and has not trained yet
 
     def bind(self, parts: Parts, counters: Counters, step: Any, states: Any) -> None:

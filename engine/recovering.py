@@ -168,9 +168,6 @@ class LiveRecovery(Recovery):
         self._num_calls = 0  # collective calls between steps; the last one may be running
         self._is_inside = False
         self._call: tuple[Any, ...] = ()  # its arguments
-        # with one copy: since this process went back. What the script does until the next forward it has done
-        # before, and new processes do not do it
-        self._repeats = False
         self._saved = ""  # the folder of the last checkpoint of this run
         self._lost_seconds = 0.0  # when a collective failed; 0: none has
         settings = json.dumps(config.as_dict(), sort_keys=True, default=str)
@@ -286,7 +283,7 @@ class LiveRecovery(Recovery):
         self._note(taken)
 
     def begin_step(self) -> None:
-        self.has_taken_over = self._repeats = False
+        self.has_taken_over = self.repeats = False
         self._keep_version()
         if not self._regroups or self.has_lost:
             return
@@ -330,16 +327,11 @@ class LiveRecovery(Recovery):
         with report.spending("stall"):
             self._drop(self._target)
             reason, stall_seconds = self._recover()
-            self._repeats = self._versions is not None and not self._is_inside
+            self.repeats = self._versions is not None and not self._is_inside
         report.recovered(reason, {"stall": round(stall_seconds, 6), "repeated": repeated_seconds})
 
     def run(self, call: Callable[..., Result], *args: Any) -> Result | None:
-        """`call`, a collective between two steps. It is repeated if a rank fails before any has ended it.
-
-        Returns None as well where the script calls again what it has called before the run went back.
-        """
-        if self._repeats:
-            return None
+        """`call`, a collective between two steps. It is repeated if a rank fails before any has ended it."""
         self._num_calls += 1
         self._is_inside, self._call = True, args
         try:

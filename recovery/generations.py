@@ -25,9 +25,8 @@ _JOINED, _GIVEN_UP = "joined after step ", f"{PREFIX}/given up"
 POLL_SECONDS = 0.002  # between two looks for the others
 
 
-GONE_BACK = (
-    75  # exit code (EX_TEMPFAIL): the script cannot go back with the run, and a new process can
-)
+# exit code (EX_TEMPFAIL): the script cannot go back with the run, and a new process can
+GONE_BACK = 75
 
 
 @final

@@ -194,7 +194,8 @@ class Runner:
         for rank in ranks:
             if rank in self._running:
                 attempt, process = self._running[rank]
-                self._killed.update({attempt} - {0})
+                if attempt:  # all ranks of the start have 0
+                    self._killed.add(attempt)
                 process.kill()
         self._leave_unfilled(ranks)
 

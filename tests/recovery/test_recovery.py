@@ -779,6 +779,9 @@ def test_a_unit_that_is_not_in_the_newest_generation_is_refused() -> None:
         units[2].next_after(0, 1.0)
     with pytest.raises(PeerError, match="the launcher has named no generation after 2"):
         units[0].next_after(2, 0.1)
+    lighthouse.say_ended([1])
+    with pytest.raises(PeerError, match="rank 1 ended the script with code 0, and this rank waits"):
+        units[0].next_after(2, 60.0)
     units[1].ask_again(second)  # it was too slow to open its group, and nobody has ended
     lighthouse.repeat_if_asked()
     assert units[0].next_after(2, 1.0) == Generation(3, second.units, second.reason)
