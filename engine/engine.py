@@ -143,8 +143,12 @@ class Engine:
         self._states.check_usable()
         self._batches.refuse("forward")
         self._parts.preemption.check()
-        if self._parts.recovery.is_on and torch.is_grad_enabled():
+        recovery = self._parts.recovery
+        if recovery.is_on and torch.is_grad_enabled():
             self._begin_step()
+        with recovery:
+            if not recovery.has_lost:
+                self._step.prove(args, kwargs)
         return self._step.forward(args, kwargs)
 
     def backward(

@@ -813,14 +813,12 @@ def _loader(
         "drop_last": config.dataloader_drop_last,
         "collate_fn": collate_fn,
     }
-    if config.recovery.enabled and config.outer is None:
-        from .data.step_sampler import step_loader
-
-        return step_loader(data, step_batches=config.gradient_accumulation_steps, **common)
+    recovers = config.recovery.enabled and config.outer is None
     if packing.tokens:
         from .data.packing import packed_loader
 
-        return packed_loader(data, packing, step_rows=config.train_batch_size, **common)
+        common |= {"step_rows": config.train_batch_size, "recovers": recovers}
+        return packed_loader(data, packing, **common)
     if sampling.num_workers is not None:
         common["num_workers"] = sampling.num_workers
     if sampling.has_curriculum:
@@ -832,8 +830,13 @@ def _loader(
             step_samples=config.train_batch_size,
             num_epochs=sampling.num_epochs,
             seed=config.data_efficiency.seed,
+            recovers=recovers,
             **common,
         )
+    if recovers:
+        from .data.step_sampler import step_loader
+
+        return step_loader(data, step_batches=config.gradient_accumulation_steps, **common)
     if sampling.has_dynamic_batches:
         from .data.dynamic_batches import dynamic_loader
 
@@ -855,9 +858,10 @@ def _packing(model: nn.Module, config: Config, loader: Any, collectives: Collect
     """Keeps the samples of packed rows apart in forwards, and proves it."""
     if loader is None or not config.data_packing.tokens:
         return Packing()
+    from .data.packing import recent_of
     from .packing.forwards import PackedForwards
 
-    return PackedForwards(model, config, collectives, loader.source.recent)
+    return PackedForwards(model, config, collectives, recent_of(loader))
 
 
 def _give_values(

@@ -270,17 +270,7 @@ class LiveRecovery(Recovery):
         return status
 
     def commit(self) -> None:
-        taken, before = self._source.taken(), self._committed.position
-        is_next = taken["samples"] == before["samples"] + self._source.step_samples
-        is_first = taken["samples"] == self._source.step_samples
-        in_order = is_next if taken["epoch"] == before["epoch"] else is_first
-        if not in_order:
-            raise UsageError(
-                f"recovery.enabled: a step ended with the samples before {taken}, and the one before it with "
-                f"those before {before}: take batches from engine.training_dataloader one by one, in the step "
-                "that trains them, and not ahead"
-            )
-        self._note(taken)
+        self._note(self._source.taken(self._committed.position))
 
     def begin_step(self) -> None:
         self.has_taken_over = self.repeats = False
@@ -420,6 +410,7 @@ class LiveRecovery(Recovery):
         target, begun_seconds = self._target, self._lost_seconds or time.monotonic()
         assert target is not None
         target.parts.updater.wait()  # of updates on the host
+        target.parts.packing.end_trials()
         while True:
             if self._versions is not None:
                 self._versions.stop()

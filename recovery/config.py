@@ -96,7 +96,7 @@ class Recovery(Section):
             return
         zero = config.zero_optimization
         devices = (zero.offload_optimizer.device, zero.offload_param.device)
-        packs, sampling = config.data_packing.tokens, config.data_efficiency.data_sampling
+        sampling = config.data_efficiency.data_sampling
         refused = {
             "zero_optimization.offload_optimizer, offload_param": ("nvme", "nvme" in devices),
             "zero_optimization.offload_optimizer.super_offload": (
@@ -114,12 +114,10 @@ class Recovery(Section):
                 config.pipeline.stages > 1 and config.expert_parallel.enabled,
             ),
             "elasticity.enabled": (True, config.elasticity.enabled),
-            "data_packing.tokens": (packs, bool(packs)),
-            "data_efficiency.data_sampling": (
-                "a curriculum or batches of unequal sizes",
-                sampling.has_curriculum or sampling.has_dynamic_batches,
+            "data_efficiency.data_sampling.dynamic_batching": (
+                "a section",
+                sampling.has_dynamic_batches,
             ),
-            "curriculum_learning.enabled": (True, config.curriculum_learning.enabled),
             "managed_gradient_accumulation": (False, not config.managed_gradient_accumulation),
         }
         if (

@@ -76,9 +76,13 @@ def train() -> None:
 
 def run(names: tuple[str, ...], deaths: Any, out: Path) -> tuple[str, dict[Any, Any]]:
     """How the run failed, or "", and what each rank has found, by rank and step."""
-    from feature_pairs import config_of, ranks_of
+    from feature_pairs import config_of, first_token, ranks_of, samples
+
+    from xds.engine.data.analyzer import Metric, analyze
 
     out.mkdir()
+    if "curriculum" in names:
+        analyze(samples(names), [Metric("first", first_token)], str(out))
     config = {**config_of(names), "recovery": {"enabled": True}, "log_level": "error"}
     ranks, _ = ranks_of(config)
     environ = {**os.environ, "OUT": str(out), "NAMES": json.dumps(names), "OMP_NUM_THREADS": "1"}

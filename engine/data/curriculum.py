@@ -446,6 +446,22 @@ class CurriculumSampler(Sampler[int], Resumable):
             "data_cluster_current_position": list(step.positions),
         }
 
+    # -- for a run that recovers ------------------------------------------------------------------------
+
+    def position(self, epoch: int, items: int) -> dict[str, int]:
+        step, rest = divmod(items, self.batch_size)
+        return {"step": epoch * self.num_steps + step, "step_samples": rest}
+
+    def place(self, position: Mapping[str, int]) -> tuple[int, int]:
+        epoch, step = divmod(position["step"], self.num_steps)
+        return epoch, step * self.batch_size + position["step_samples"]
+
+    def steps(self, epoch: int, first: int) -> Iterator[list[int]]:
+        """The samples of each step, item i of data rank i % world_size."""
+        parts = -1, self._world_size, self._micro
+        for number in range(epoch * self.num_steps + first, (epoch + 1) * self.num_steps):
+            yield self._step(number).samples.reshape(parts).swapaxes(1, 2).reshape(-1).tolist()
+
 
 def curriculum_loader(  # noqa: PLR0913 (a rank and the arguments of a DataLoader)
     dataset: Any,
@@ -460,6 +476,7 @@ def curriculum_loader(  # noqa: PLR0913 (a rank and the arguments of a DataLoade
     drop_last: bool = False,
     num_workers: int = 0,
     collate_fn: Callable[[list[Any]], Any] | None = None,
+    recovers: bool = False,
 ) -> DataLoader[Any]:
     """This data-parallel rank's loader over `dataset`, sampled by a curriculum.
 
@@ -468,6 +485,7 @@ def curriculum_loader(  # noqa: PLR0913 (a rank and the arguments of a DataLoade
 
     Args:
         step_samples: of a step over all ranks: a multiple of micro_batch_size x world_size.
+        recovers: the run goes on when other ranks are lost.
 
     Raises:
         UsageError: the data set has no length, the files of a metric do not fit it, or too few samples are
@@ -480,13 +498,18 @@ def curriculum_loader(  # noqa: PLR0913 (a rank and the arguments of a DataLoade
             "their numbers: pass a data set with __len__ and __getitem__"
         )
     total = len(dataset) * num_epochs
-    sampler = CurriculumSampler(
+    sampler: Any = CurriculumSampler(
         Selection(metrics, len(dataset), step_samples, seed),
         max(1, total // step_samples if drop_last else -(-total // step_samples)),
         rank=rank,
         world_size=world_size,
         micro_batch_size=micro_batch_size,
     )
+    if recovers:
+        from .step_sampler import StepSampler
+
+        sizes = (world_size, step_samples // (world_size * micro_batch_size), micro_batch_size)
+        sampler = StepSampler(sampler, rank, sizes)
     own_seed = seed * world_size + rank
     return RankLoader(
         sampler,
@@ -506,7 +529,8 @@ def sampler_of(loader: Any) -> CurriculumSampler:
     Raises:
         UsageError: it has none.
     """
-    source = loader.source if isinstance(loader, RankLoader) else None
+    source: Any = loader.source if isinstance(loader, RankLoader) else None
+    source = getattr(source, "order", source)  # of a run that recovers
     if not isinstance(source, CurriculumSampler):
         raise UsageError(NO_CURRICULUM)
     return source

@@ -236,7 +236,7 @@ class RankLoader(DataLoader[Any]):
             for batch in batches:
                 if not self._source.take():
                     continue
-                before = self._source.after(start, number * self.batch_size)
+                before = self._position
                 number += 1
                 self._position = self._source.after(start, number * self.batch_size)
                 yield self._source.given(self._ready(batch), before, self._position)

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from ...utils.arguments import shown
 from ...utils.errors import UsageError
@@ -125,6 +125,22 @@ class PackedRows(IterableDataset[Any], Resumable):
             epoch, skip = epoch + 1, 0
         self.epoch, self._skip = epoch, skip
 
+    def position(self, epoch: int, items: int) -> dict[str, int]:
+        return {"epoch": epoch, "rows": items}
+
+    def place(self, position: Mapping[str, int]) -> tuple[int, int]:
+        return position["epoch"], position["rows"]
+
+    @property
+    def num_steps(self) -> int | None:
+        return None
+
+    def steps(self, epoch: int, first: int) -> Iterator[list[list[Sample]]]:
+        """The rows of each step of the epoch from the step `first` on."""
+        rows = self._whole_steps(epoch, first * self._step_rows)
+        while step := list(islice(rows, self._step_rows)):
+            yield step
+
     def given(self, batch: Any, start: Mapping[str, int], end: Mapping[str, int]) -> Any:
         tokens, positions, batch = batch
         self.recent.append((tokens, positions))
@@ -139,7 +155,7 @@ class PackedRows(IterableDataset[Any], Resumable):
         own = islice(self._whole_steps(epoch, skip), self._rank, None, self._world_size)
         for number, row in enumerate(own):
             if number // self._micro_batch_size % num_workers == worker_id:
-                yield self._made(row)
+                yield self.made(row)
 
     def _whole_steps(self, epoch: int, skip: int) -> Iterator[list[Sample]]:
         """The rows of whole steps after the first `skip` rows of the epoch."""
@@ -186,7 +202,7 @@ class PackedRows(IterableDataset[Any], Resumable):
         columns = self._columns_of(sample)
         return len(next(iter(columns.values()))), columns
 
-    def _made(self, row: Sequence[Sample]) -> dict[str, Tensor]:
+    def made(self, row: Sequence[Sample]) -> dict[str, Tensor]:
         """Tensors [tokens of the samples] by column, and `position_ids`."""
         samples = [self._read(one) if isinstance(one, int) else one for one in row]
         made = {
@@ -266,6 +282,17 @@ class PackedRows(IterableDataset[Any], Resumable):
 
 
 @final
+class RowReader(Dataset[dict[str, Tensor]]):
+    """The tensors of a row, for a loader whose sampler gives rows."""
+
+    def __init__(self, rows: PackedRows) -> None:
+        self._rows = rows
+
+    def __getitem__(self, row: Sequence[Sample]) -> dict[str, Tensor]:
+        return self._rows.made(row)
+
+
+@final
 class PadRows:
     """Makes a micro-batch of rows: a tensor [rows, tokens] for each column, and `position_ids`.
 
@@ -314,14 +341,16 @@ def packed_loader(  # noqa: PLR0913 (a rank and the arguments of a DataLoader)
     drop_last: bool = False,
     num_workers: int = 0,
     collate_fn: Callable[[Any], Any] | None = None,
+    recovers: bool = False,
 ) -> DataLoader[Any]:
     """This data-parallel rank's loader of packed micro-batches over `dataset`. Its length is not known.
 
     Args:
         collate_fn: gets the micro-batch, and returns what the loader gives; None: the micro-batch.
+        recovers: the run goes on when other ranks are lost.
 
     Raises:
-        UsageError: the dataset has no samples that fit.
+        UsageError: the dataset has no samples that fit, or is a stream and the run recovers.
     """
     rows = PackedRows(
         dataset,
@@ -333,15 +362,31 @@ def packed_loader(  # noqa: PLR0913 (a rank and the arguments of a DataLoader)
         drop_last=drop_last,
     )
     own_seed = packing.seed * world_size + rank
-    return RankLoader(
-        rows,
-        own_seed,
-        dataset=rows,
-        batch_size=micro_batch_size,
-        collate_fn=PadRows(packing, collate_fn),
-        num_workers=num_workers,
-        generator=torch.Generator().manual_seed(own_seed),
-    )
+    options: dict[str, Any] = {
+        "batch_size": micro_batch_size,
+        "collate_fn": PadRows(packing, collate_fn),
+        "num_workers": num_workers,
+        "generator": torch.Generator().manual_seed(own_seed),
+    }
+    if not recovers:
+        return RankLoader(rows, own_seed, dataset=rows, **options)
+    from .step_sampler import StepSampler, check_no_stream
+
+    check_no_stream(dataset)
+    sizes = (world_size, step_rows // (world_size * micro_batch_size), micro_batch_size)
+    sampler = StepSampler(rows, rank, sizes)
+    return RankLoader(sampler, own_seed, dataset=RowReader(rows), sampler=sampler, **options)
 
 
-__all__ = ["IGNORED", "WINDOW", "PackedRows", "PadRows", "best_fit", "packed_loader"]
+def recent_of(loader: Any) -> deque[tuple[Tensor, Tensor]]:
+    """Tokens and positions of the last micro-batches of a loader of packed rows."""
+    source = loader.source
+    rows = source if isinstance(source, PackedRows) else source.order
+    found: deque[tuple[Tensor, Tensor]] = rows.recent
+    return found
+
+
+__all__ = [
+    *("IGNORED", "WINDOW", "PackedRows", "PadRows", "RowReader", "best_fit", "packed_loader"),
+    "recent_of",
+]

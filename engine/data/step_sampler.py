@@ -5,13 +5,17 @@
 
 A step that is dropped is given again, in the iteration that runs. So a loop over the loader has a round more.
 What workers have read ahead of it is dropped as well.
+
+The items of a step are those of a run without recovery: see `StepOrder`.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, final
+from itertools import cycle, islice
+from math import prod
+from typing import Any, Protocol, final
 
 import torch
 from torch.utils.data import IterableDataset, Sampler
@@ -20,52 +24,98 @@ from torch.utils.data.distributed import DistributedSampler
 from ...utils.errors import UsageError
 from .loaders import InOrder, RankLoader, Resumable, check_map_style, check_rank
 
+NUM_BEFORE = 2  # steps that a run may go back: their items are kept
+
+
+class StepOrder(Protocol):
+    """The items of each step over all ranks, as without recovery: item i is one of data rank i % ranks."""
+
+    def position(self, epoch: int, items: int) -> dict[str, int]:
+        """The position after so many items of an epoch."""
+
+    def place(self, position: Mapping[str, int]) -> tuple[int, int]:
+        """The epoch of a position, and its items before it."""
+
+    @property
+    def num_steps(self) -> int | None:
+        """Of an epoch; None: it is not known before its end."""
+
+    def steps(self, epoch: int, first: int) -> Iterator[Sequence[Any]]:
+        """The items of each step of the epoch from the step `first` on."""
+
+    def given(self, batch: Any, start: Mapping[str, int], end: Mapping[str, int]) -> Any:
+        """As in `Resumable`."""
+
 
 @final
-class StepSampler(Sampler[int], Resumable):
-    """This rank's indices, micro-batch by micro-batch. An epoch is a whole number of steps.
+class SampleOrder:
+    """The indices of a map-style dataset: those of `EpochSampler` with the same seed."""
 
-    The order is that of `EpochSampler` with the same seed and the same samples of a step. A loader with workers
-    takes indices ahead: what it has taken counts when its batch has come (`take`).
+    def __init__(self, order: DistributedSampler[int], step_samples: int) -> None:
+        """order: of one rank, so of all samples of an epoch."""
+        self._order, self._step_samples = order, step_samples
+        num_items = len(order.dataset)  # type: ignore[arg-type]
+        spare = 0 if order.drop_last else step_samples - 1
+        self.num_steps = (num_items + spare) // step_samples
+
+    def position(self, epoch: int, items: int) -> dict[str, int]:
+        return {"epoch": epoch, "samples": items}
+
+    def place(self, position: Mapping[str, int]) -> tuple[int, int]:
+        return position["epoch"], position["samples"]
+
+    def steps(self, epoch: int, first: int) -> Iterator[Sequence[int]]:
+        self._order.set_epoch(epoch)
+        order = list(self._order)
+        for step in range(first, self.num_steps):
+            start = step * self._step_samples
+            items = order[start : start + self._step_samples]
+            yield items + list(islice(cycle(order), self._step_samples - len(items)))
+
+    def given(self, batch: Any, start: Mapping[str, int], end: Mapping[str, int]) -> Any:
+        return batch
+
+
+@final
+class StepSampler(Sampler[Any], Resumable):
+    """This rank's items, micro-batch by micro-batch. An epoch is a whole number of steps.
+
+    A loader with workers takes items ahead: what it has taken counts when its batch has come (`take`).
     """
 
-    def __init__(
-        self, order: DistributedSampler[int], unit: int, sizes: tuple[int, int, int]
-    ) -> None:
+    def __init__(self, order: StepOrder, unit: int, sizes: tuple[int, int, int]) -> None:
         """
         Args:
-            order: of one rank, so of all samples of an epoch.
             unit: the number of this unit.
-            sizes: units at the start, micro-batches of each in a step, samples of a micro-batch.
+            sizes: units at the start, micro-batches of each in a step, items of a micro-batch.
         """
-        self._order, self._unit = order, unit
+        self.order, self._unit = order, unit
         self._num_units, self._num_micro_batches, self._micro_batch_size = sizes
-        self.step_samples = sizes[0] * sizes[1] * sizes[2]
-        num_items = len(order.dataset)  # type: ignore[arg-type]
-        spare = 0 if order.drop_last else self.step_samples - 1
-        self._num_steps = (num_items + spare) // self.step_samples
+        self._step_items = prod(sizes)
         self._shares = [(unit, number) for number in range(self._num_micro_batches)]
         self.epoch, self._step = 0, 0  # whose micro-batches are given now
         self._given = 0  # micro-batches of it
         self._is_running = False  # an iteration has begun, and has not ended
-        self._indices: tuple[int, list[int]] = (-1, [])  # of an epoch
+        self._kept: dict[int, Sequence[Any]] = {}  # the items of steps of an epoch
+        self._next: tuple[int, int] = (-1, 0)  # the epoch, and its step that comes next
+        self._coming: Iterator[Sequence[Any]] = iter(())  # it, and those after it
         self._version = 0  # of what comes next: another one each time that is changed
-        self._ahead: deque[int] = deque()  # of micro-batches whose indices were taken
+        self._ahead: deque[int] = deque()  # of micro-batches whose items were taken
 
     def share(self, shares: Sequence[tuple[int, int]], done: Mapping[str, int]) -> None:
         """From the next step on this rank runs these micro-batches (unit, number), its own first.
 
         done: the position after the last step. The first micro-batch of the next one may have been taken.
         """
-        if self.epoch == done["epoch"] and self._step * self.step_samples < done["samples"]:
+        if (self.epoch, self._step * self._step_items) < self.order.place(done):
             self._move(self.epoch, self._step + 1)
         self._shares = list(shares)
         self._version += 1
 
-    def taken(self) -> dict[str, int]:
-        """The position after the step whose micro-batches were all taken.
+    def taken(self, before: Mapping[str, int]) -> dict[str, int]:
+        """The position after the step whose micro-batches were all taken. before: the position before it.
 
-        Raises UsageError: they were not taken from this loader.
+        Raises UsageError: they were not taken from this loader, or not in their order.
         """
         if self._given != len(self._shares):
             raise UsageError(
@@ -73,18 +123,27 @@ class StepSampler(Sampler[int], Resumable):
                 "rank from engine.training_dataloader, so it could not be repeated; take each batch from it, "
                 "once for each forward and backward, or call engine.train_batch()"
             )
-        return {"epoch": self.epoch, "samples": (self._step + 1) * self.step_samples}
+        first = self._step * self._step_items
+        taken = self.order.position(self.epoch, first + self._step_items)
+        is_next = before == self.order.position(self.epoch, first)
+        if not is_next and (self._step or self.order.place(before)[0] == self.epoch):
+            raise UsageError(
+                f"recovery.enabled: a step ended with the samples before {taken}, and the one before it with "
+                f"those before {before}: take batches from engine.training_dataloader one by one, in the step "
+                "that trains them, and not ahead"
+            )
+        return taken
 
     # -- positions --------------------------------------------------------------------------------------
 
     def start(self) -> dict[str, int]:
         own = min(self._given, self._num_micro_batches)
-        samples = self._step * self.step_samples
-        samples += own * self._micro_batch_size * self._num_units
-        return {"epoch": self.epoch, "samples": samples}
+        items = self._step * self._step_items
+        items += own * self._micro_batch_size * self._num_units
+        return self.order.position(self.epoch, items)
 
     def begin(self) -> dict[str, int]:
-        if self._is_running or self._step >= self._num_steps:
+        if self._is_running or self._items(self._step) is None:
             self._move(self.epoch + 1, 0)
         self._is_running = True
         self._ahead.clear()
@@ -99,64 +158,78 @@ class StepSampler(Sampler[int], Resumable):
         return True
 
     def goes_on(self) -> bool:
-        is_last = self._step == self._num_steps - 1 and self._given == len(self._shares)
-        if self._is_running and (is_last or self._step >= self._num_steps):
-            self._is_running = False
-            self._move(self.epoch, self._num_steps)
+        if self._is_running:
+            next_step = self._step + (self._given == len(self._shares))
+            if self._items(next_step) is None:
+                self._is_running = False
+                self._move(self.epoch, next_step)
         return self._is_running
 
     def after(self, start: Mapping[str, int], num_items: int) -> dict[str, int]:
         return self.start()
 
+    def given(self, batch: Any, start: Mapping[str, int], end: Mapping[str, int]) -> Any:
+        return self.order.given(batch, start, end)
+
     def resume(self, position: Mapping[str, int], min_items: int) -> None:
         """Also in the iteration that runs: the next micro-batch is the first one of that step."""
-        step, rest = divmod(position["samples"], self.step_samples)
+        epoch, items = self.order.place(position)
+        step, rest = divmod(items, self._step_items)
         if rest:
             raise UsageError(
-                f"training_data cannot continue at sample {position['samples']} of an epoch with "
-                f"recovery.enabled: it is inside of a step of {self.step_samples} samples; load a checkpoint "
-                "that was saved between two steps"
+                f"training_data cannot continue at {dict(position)} with recovery.enabled: that is inside of a "
+                f"step of {self._step_items} samples or rows; load a checkpoint that was saved between steps"
             )
-        epoch = position["epoch"]
-        if step >= self._num_steps:
-            epoch, step = epoch + 1, 0
         if epoch != self.epoch:
             self._is_running = False  # the iteration that runs has ended
         self._move(epoch, step)
+        if self._items(step) is None:
+            self._is_running = False
+            self._move(self.epoch + 1, 0)
 
     def _move(self, epoch: int, step: int) -> None:
         self.epoch, self._step, self._given = epoch, step, 0
         self._version += 1
 
-    # -- indices ----------------------------------------------------------------------------------------
+    # -- items ------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        """The indices of this rank's own micro-batches in an epoch."""
-        return self._num_steps * self._num_micro_batches * self._micro_batch_size
+        """The items of this rank's own micro-batches in an epoch. Raises TypeError: that is not known."""
+        if self.order.num_steps is None:
+            raise TypeError("the number of rows of data_packing is known after an epoch alone")
+        return self.order.num_steps * self._num_micro_batches * self._micro_batch_size
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self) -> Iterator[Any]:
         epoch, version, step, given = self.epoch, -1, 0, 0
         while self.epoch == epoch and self._is_running:
             if version != self._version:
                 version, step, given = self._version, self._step, self._given
             if given == len(self._shares):
                 step, given = step + 1, 0
-            if step >= self._num_steps:
+            items = self._items(step)
+            if items is None:
                 break
             unit, number = self._shares[given]
             given += 1
             self._ahead.append(version)
-            yield from self._micro_batch(step, unit, number)
+            first = number * self._micro_batch_size
+            places = range(first, first + self._micro_batch_size)
+            yield from [items[place * self._num_units + unit] for place in places]
 
-    def _micro_batch(self, step: int, unit: int, number: int) -> list[int]:
-        epoch, order = self._indices
-        if epoch != self.epoch:
-            self._order.set_epoch(self.epoch)
-            order = list(self._order)
-            self._indices = self.epoch, order
-        first = (step * self._num_micro_batches + number) * self._micro_batch_size
-        places = range(first, first + self._micro_batch_size)
-        return [order[(place * self._num_units + unit) % len(order)] for place in places]
+    def _items(self, step: int) -> Sequence[Any] | None:
+        """The items of a step of this epoch; None: it has fewer steps."""
+        if self._next[0] != self.epoch or (step < self._next[1] and step not in self._kept):
+            self._kept, self._next = {}, (self.epoch, step)
+            self._coming = self.order.steps(self.epoch, step)
+        for number in [number for number in self._kept if number < self._step - NUM_BEFORE]:
+            del self._kept[number]
+        while step not in self._kept:
+            items = next(self._coming, None)
+            if items is None:
+                return None
+            self._kept[self._next[1]] = items
+            self._next = self.epoch, self._next[1] + 1
+        return self._kept[step]
 
 
 def step_loader(
@@ -175,13 +248,10 @@ def step_loader(
     step_batches: micro-batches of each unit in a step.
     Raises UsageError: as `build_loader`, or the dataset is a stream.
     """
-    if isinstance(dataset, IterableDataset):
-        raise UsageError(
-            "training_data is an IterableDataset, and recovery.enabled needs samples that can be read again: "
-            "give a dataset with __len__ and __getitem__, or set recovery.enabled to false"
-        )
+    check_no_stream(dataset)
     check_rank(micro_batch_size, rank, world_size)
-    step_samples = micro_batch_size * world_size * step_batches
+    sizes = (world_size, step_batches, micro_batch_size)
+    step_samples = prod(sizes)
     check_map_style(dataset, micro_batch_size, world_size, drop_last, step_samples)
     order = DistributedSampler[int](
         dataset,
@@ -191,7 +261,7 @@ def step_loader(
         seed=0,
         drop_last=drop_last,
     )
-    sampler = StepSampler(order, rank, (world_size, step_batches, micro_batch_size))
+    sampler = StepSampler(SampleOrder(order, step_samples), rank, sizes)
     return RankLoader(
         sampler,
         rank,
@@ -204,4 +274,13 @@ def step_loader(
     )
 
 
-__all__ = ["StepSampler", "step_loader"]
+def check_no_stream(dataset: Any) -> None:
+    """Raises UsageError: its samples cannot be read again."""
+    if isinstance(dataset, IterableDataset):
+        raise UsageError(
+            "training_data is an IterableDataset, and recovery.enabled needs samples that can be read again: "
+            "give a dataset with __len__ and __getitem__, or set recovery.enabled to false"
+        )
+
+
+__all__ = ["StepOrder", "StepSampler", "check_no_stream", "step_loader"]

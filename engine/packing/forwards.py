@@ -135,8 +135,7 @@ class PackedForwards(Packing):
     def _end_if_last(self) -> None:
         if self._num_forwards < ATTEMPTS[-1]:
             return
-        self._is_done = True
-        self._recent.clear()
+        self.end_trials()
         if self._is_proven:
             return
         reason = (
@@ -149,6 +148,10 @@ class PackedForwards(Packing):
             log.warning(
                 "data_packing: no proof that %s keeps the samples of a row apart: %s", name, reason
             )
+
+    def end_trials(self) -> None:
+        self._is_done = True
+        self._recent.clear()
 
     def _problem(self, found: Verdict) -> str:
         """What the model does, and what else than no packing would change that."""

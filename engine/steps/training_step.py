@@ -93,19 +93,22 @@ class TrainingStep(BackwardRules):
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The module's output, under autocast where the config says so."""
+        kwargs = self._parts.packing.inputs(args, kwargs)
+        if torch.is_grad_enabled():
+            self._accumulation.forward()
+            self._allocate_states()
+        return self._run(args, kwargs)
+
+    def prove(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before a forward of packed rows that is trained: see `Packing.trial`. A collective."""
         packing, module = self._parts.packing, self._parts.module
-        kwargs = packing.inputs(args, kwargs)
-        trial = packing.trial(args, kwargs) if module.training else None
+        trial = packing.trial(args, packing.inputs(args, kwargs)) if module.training else None
         if trial is not None:
             with trial.observing(module):
                 for inputs in trial.runs:
                     self._run(*inputs)
                     trial.end_run()
             packing.judge(trial)
-        if torch.is_grad_enabled():
-            self._accumulation.forward()
-            self._allocate_states()
-        return self._run(args, kwargs)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         module = self._parts.module

@@ -22,7 +22,12 @@ from torch.distributed import HashStore, PrefixStore
 from torch.utils.data import TensorDataset
 
 import xds
-from xds.engine.data.loaders import build_loader
+from xds.engine.config.sections import DataPacking
+from xds.engine.data.analyzer import Metric, analyze
+from xds.engine.data.config import CurriculumMetric
+from xds.engine.data.curriculum import curriculum_loader
+from xds.engine.data.loaders import RankLoader, build_loader
+from xds.engine.data.packing import packed_loader
 from xds.engine.data.step_sampler import step_loader
 from xds.engine.lost_peers import FencedStore
 from xds.launcher.reporting.records import read_run
@@ -708,7 +713,7 @@ def test_a_step_is_given_again_with_the_samples_of_a_lost_unit(num_workers: int)
     for unit, loader in enumerate(survivors):
         given, rounds = [], iter(loader)
         given += [numbers(next(rounds)) for _ in range(2)]
-        done = loader.source.taken()
+        done = loader.source.taken({"epoch": 0, "samples": 0})
         next(rounds)
         loader.resume(done)  # dropped in its second micro-batch
         assert loader.position() == done == {"epoch": 0, "samples": 12}
@@ -739,13 +744,94 @@ def test_a_unit_runs_its_own_samples_when_another_one_comes_again(
     loader.source.share(shares, start)
     rounds = iter(loader)
     given = [numbers(next(rounds)) for _ in shares]
-    done = loader.source.taken()
+    done = loader.source.taken(start)
     given += [numbers(next(rounds)) for _ in range(num_taken)]
     with loader.standing_at(done):
         assert loader.position() == done == {"epoch": 0, "samples": 6 * micro_batches}
     loader.source.share(shares_of((0, 1, 2), 3, micro_batches, unit), done)
     given += [numbers(batch) for batch in rounds]
     assert given == [whole[other][number] for other, number in shares] + whole[unit][micro_batches:]
+
+
+def loader_of(
+    kind: str, folder: Path, unit: int, *, recovers: bool, num_workers: int = 0
+) -> RankLoader:
+    """A loader of 3 units with 2 micro-batches of 2 samples or rows each in a step."""
+    draw = torch.Generator().manual_seed(2)
+    lengths = torch.randint(1, 9, (151,), generator=draw).tolist()
+    data = [torch.full((length,), number) for number, length in enumerate(lengths)]
+    sizes = {"micro_batch_size": 2, "rank": unit, "world_size": 3, "num_workers": num_workers}
+    sizes["recovers"] = recovers
+    if kind != "curriculum":
+        dataset = WithLengths(data) if kind == "packed by lengths" else data
+        section = DataPacking(tokens=10, columns={"input_ids": 0})
+        return packed_loader(dataset, section, step_rows=12, **sizes)
+    if not (folder / "length").exists():
+        analyze(data, [Metric("length", lambda rows: [len(row) for row in rows])], folder)
+    metric = CurriculumMetric(
+        index_to_sample_path=str(folder / "length" / "length_index_to_sample"),
+        index_to_metric_path=str(folder / "length" / "length_index_to_metric"),
+        difficulty_type="value",
+        clustering_type="schedule_based",
+        min_difficulty=3,
+        max_difficulty=8,
+        schedule_type="fixed_linear",
+        schedule_config={"total_curriculum_step": 8, "difficulty_step": 1},
+    )
+    more = {"step_samples": 12, "num_epochs": 1, "seed": 5, "collate_fn": list}
+    return curriculum_loader(data, {"length": metric}, **more, **sizes)
+
+
+class WithLengths(list):
+    @property
+    def lengths(self) -> list[int]:
+        return [len(sample) for sample in self]
+
+
+def contents(batch: dict | list) -> list:
+    if isinstance(batch, dict):
+        return batch["input_ids"].tolist()
+    return [int(sample[0]) for sample in batch]
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_workers"),
+    [("packed by lengths", 0), ("packed", 0), ("packed", 1), ("curriculum", 0), ("curriculum", 1)],
+)
+def test_rows_and_curricula_are_those_of_a_run_without_recovery_and_are_given_again(
+    tmp_path: Path, kind: str, num_workers: int
+) -> None:
+    whole: list[list] = []
+    for unit in range(3):
+        same = loader_of(kind, tmp_path, unit, recovers=False)
+        loader = loader_of(kind, tmp_path, unit, recovers=True, num_workers=num_workers)
+        for _ in range(2):
+            rounds = [
+                (contents(ours), contents(theirs), loader.position() == same.position())
+                for ours, theirs in zip(loader, same, strict=True)
+            ]
+            assert all(ours == theirs and is_same for ours, theirs, is_same in rounds)
+        whole.append([theirs for _, theirs, _ in rounds])  # of epoch 1
+    order, num_steps = loader.source.order, len(whole[0]) // 2
+    for unit in (0, 1):
+        loader = loader_of(kind, tmp_path, unit, recovers=True, num_workers=num_workers)
+        first = order.position(1, 12)
+        loader.resume(first)
+        rounds = iter(loader)
+        given = [contents(next(rounds)) for _ in range(2)]
+        done = loader.source.taken(first)
+        next(rounds)
+        loader.resume(done)  # dropped in its second micro-batch
+        shares = shares_of((0, 1), 3, 2, unit)
+        loader.source.share(shares, done)
+        given += [contents(batch) for batch in rounds]
+        rest = [
+            whole[other][2 * step + number]
+            for step in range(2, num_steps)
+            for other, number in shares
+        ]
+        assert num_steps > 4 and given == whole[unit][2:4] + rest
+        assert loader.position() == order.position(1, 12 * num_steps)
 
 
 def fresh(unit: int, epoch: int) -> object:
