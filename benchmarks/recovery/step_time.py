@@ -3,9 +3,11 @@
     python benchmarks/recovery/step_time.py --pairs 4 --stage 2 --mics 2 --ranks 4
     python benchmarks/recovery/step_time.py --pairs 4 --stage 2 --rows 32    one copy of the states
     python benchmarks/recovery/step_time.py --pairs 4 --stage 2 --rows 32 --hosts 2    and one on the next host
+    python benchmarks/recovery/step_time.py --turns 10 --stage 2 --rows 64 --hosts 2 --steps 620
 
 Each turn is a run of its own. A figure is the ratio of the median steps of two neighbouring turns; the first
-steps do not count.
+steps do not count. With --turns there is one run, and steps of it in turn keep no copy, one, and a second one:
+runs differ from each other by more than a copy costs. What recovery costs beside copies is then in all of them.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -34,10 +37,40 @@ def step_of(out: Path, *, recovers: bool, ranks: int, steps: int) -> tuple[float
     subprocess.run(words, env=environ, check=True, stdout=subprocess.DEVNULL, stderr=sys.stderr)
     lines = [json.loads(line) for line in (out / "unit0.jsonl").read_text().splitlines()]
     rows = [line for line in lines if "step" in line][NUM_FIRST:]
+    return median_of(rows)
+
+
+def median_of(rows: Sequence[dict[str, float]]) -> tuple[float, float]:
+    """The median of the steps after the first row: by the wall clock, and of the processor, in seconds."""
     wall, cpu = (
         statistics.median(b[key] - a[key] for a, b in pairwise(rows)) for key in ("seconds", "cpu")
     )
     return wall, cpu
+
+
+def compare_turns(out: Path, turn_steps: int, ranks: int, steps: int) -> None:
+    """Print the ratio of turns with one copy and with both over the nearest turns with none."""
+    step_of(out, recovers=True, ranks=ranks, steps=steps)
+    lines = [json.loads(line) for line in (out / "unit0.jsonl").read_text().splitlines()]
+    rows = {line["step"]: line for line in lines if "step" in line}
+    turns = {
+        number: median_of([rows[number * turn_steps + n] for n in range(turn_steps + 1)])
+        for number in range(-(-NUM_FIRST // turn_steps), steps // turn_steps)
+    }
+    for place, name in enumerate(("wall clock", "processor")):
+        none = [turn[place] for number, turn in turns.items() if number % 3 == 0]
+        print(f"{name}, a step without a copy: {1000 * statistics.median(none):.1f} ms")
+        for copies in (1, 2):
+            ratios = []
+            for number, turn in turns.items():
+                near = [number - copies, number - copies + 3]
+                if number % 3 == copies and all(other in turns for other in near):
+                    ratios.append(2 * turn[place] / sum(turns[other][place] for other in near))
+            ratios.sort()
+            print(
+                f"{name}, copies {copies} over none: median {statistics.median(ratios):.3f} "
+                f"({ratios[0]:.3f} to {ratios[-1]:.3f}, {len(ratios)} turns)"
+            )
 
 
 def main() -> None:
@@ -54,11 +87,16 @@ def main() -> None:
     parser.add_argument(
         "--hosts", type=int, default=1, help="pretended on this machine: with a second copy"
     )
+    parser.add_argument("--turns", type=int, default=0, help="steps of a turn of one run")
     args = parser.parse_args()
     os.environ |= {"STAGE": str(args.stage), "MICS": str(args.mics), "WIDTH": str(args.width)}
     os.environ["HOSTS"] = str(args.hosts)
     os.environ["ROWS"] = str(args.rows)
     folder = Path(tempfile.mkdtemp(prefix="step-time-"))
+    if args.turns:
+        os.environ["TURNS"] = str(args.turns)
+        compare_turns(folder / "turns", args.turns, args.ranks, args.steps)
+        return
     turns = []
     for number in range(2 * args.pairs):
         turn = step_of(

@@ -1,9 +1,10 @@
 """A run that is killed: a small GPT on several ranks, with saves. Started by kills.py and step_time.py.
 
 Environment: STEPS, OUT (a folder: `unit3.jsonl` gets a line for each step, kill and end), RECOVERY (0: without
-the section), STAGE, MICS, PIPE, HOSTS (so many are pretended on this machine), and PLAN (JSON: [{"number",
-"unit", "step", "phase", "signal", "world", "after", "is_second"}]). A kill comes at or after its step, once so
-many ranks are there. It comes when the others have recovered from the kill `after`; the second of two before.
+the section), STAGE, MICS, PIPE, HOSTS (so many are pretended on this machine), TURNS (so many steps in turn keep
+no copy of the states, one, and a second one), and PLAN (JSON: [{"number", "unit", "step", "phase", "signal",
+"world", "after", "is_second"}]). A kill comes at or after its step, once so many ranks are there. It comes when
+the others have recovered from the kill `after`; the second of two before.
 """
 
 from __future__ import annotations
@@ -137,6 +138,10 @@ def patch(owner: type, name: str, before: str = "", after: str = "") -> None:
 
 
 def patch_all(model: nn.Module) -> None:
+    if "TURNS" in os.environ:
+        take_turns(int(os.environ["TURNS"]))
+    if not PLAN:
+        return
     from xds.engine.checkpoint.saver import SaveJob
     from xds.ops.comm.collectives import Collectives
     from xds.zero.model.update import Updater
@@ -178,6 +183,29 @@ def patch_all(model: nn.Module) -> None:
             patch(Image, "write", "before copy", "after copy")
 
 
+def take_turns(steps: int) -> None:
+    """Let steps in turn keep no copy of the states, one here, and a second one on the next host."""
+    from xds.engine.checkpoint.versions import Versions
+    from xds.engine.recovering import LiveRecovery
+
+    keep, send, is_sent = LiveRecovery._keep_version, Versions._send, Versions.is_sent
+
+    def copies(step: int) -> int:
+        return step // steps % 3 if step >= steps else 2  # at first all is allocated
+
+    def keep_in_turn(self: Any) -> None:
+        if self._target is None or copies(self._target.counters.global_steps):
+            keep(self)
+
+    def send_in_turn(self: Any, step: int) -> None:
+        if copies(step) == 2:
+            send(self, step)
+
+    LiveRecovery._keep_version = keep_in_turn  # type: ignore[method-assign]
+    Versions._send = send_in_turn  # type: ignore[method-assign]
+    Versions.is_sent = lambda self, step: copies(step) < 2 or is_sent(self, step)  # type: ignore[method-assign]
+
+
 def train(engine: Any) -> Iterator[None]:
     """Train, and yield after each step. With sharded parameters, or stages, train_batch runs the steps."""
     while STAGE == 3 or PIPE > 1:
@@ -206,8 +234,7 @@ def main() -> None:
     pretend_host()
     torch.manual_seed(0)
     model = Gpt()
-    if PLAN:
-        patch_all(model)
+    patch_all(model)
     data, rows = Samples(), int(os.environ.get("ROWS", "2"))
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": rows,
