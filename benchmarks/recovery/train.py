@@ -1,10 +1,10 @@
 """A run that is killed: a small GPT on several ranks, with saves. Started by kills.py and step_time.py.
 
 Environment: STEPS, OUT (a folder: `unit3.jsonl` gets a line for each step, kill and end), RECOVERY (0: without
-the section), STAGE, MICS, PIPE, HOSTS (so many are pretended on this machine), TURNS (so many steps in turn keep
-no copy of the states, one, and a second one), and PLAN (JSON: [{"number", "unit", "step", "phase", "signal",
-"world", "after", "is_second"}]). A kill comes at or after its step, once so many ranks are there. It comes when
-the others have recovered from the kill `after`; the second of two before.
+the section), STAGE, MICS, PIPE, HOSTS (so many are pretended on this machine), TURNS (so many steps in turn
+keep no copy of the states, one, and a second one), and PLAN (JSON: [{"number", "unit", "step", "phase",
+"signal", "world", "after", "is_second"}]). A kill comes at or after its step, once so many ranks are there. It
+comes when the others have recovered from the kill `after`; the second of two before.
 """
 
 from __future__ import annotations
