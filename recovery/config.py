@@ -134,7 +134,6 @@ class Recovery(Section):
                 ),
                 "expert_parallel.enabled": (True, config.expert_parallel.enabled),
                 "data_efficiency.data_routing": (True, config.data_efficiency.drops_tokens),
-                "compression_training": ("a section", config.compression_training.enabled),
                 "quantize_training": ("a section", config.quantize_training.is_on),
                 "progressive_layer_drop.enabled": (True, config.progressive_layer_drop.enabled),
             }
