@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -725,9 +726,10 @@ class Engine:
         from .checkpoint.save import SaveOptions
 
         self._states.check_usable()
-        if self._parts.recovery.repeats:
+        name = f"global_step{self.global_steps}" if tag is None else tag
+        if self._parts.recovery.has_saved(save_dir, name):
             log.info(
-                "save_checkpoint: no second save of step %d, to which the run went back",
+                "save_checkpoint: no second save of step %d, from which the run goes on",
                 self.global_steps,
             )
             return True
@@ -741,7 +743,6 @@ class Engine:
                 self._states.save, save_dir, tag, client_state, options
             )
         self._parts.saves.saved(time.monotonic() - begun_seconds)
-        name = f"global_step{self.global_steps}" if tag is None else tag
         self._parts.report.saved(save_dir, name, given)
         return True
 
@@ -762,11 +763,18 @@ class Engine:
     def wait_for_checkpoint(self) -> None:
         """Return when no checkpoint is being written in the background (checkpoint.async_save).
 
+        With recovery, if a rank fails meanwhile, the checkpoint is written again by the ranks that go on.
         Raises XdsError: it could not be written; the one before it is the last.
         """
-        if self._parts.saver is not None:
-            with self._parts.report.spending("save"):
-                self._parts.saver.wait()
+        recovery, saver = self._parts.recovery, self._parts.saver
+        if saver is None:
+            return
+        with self._parts.report.spending("save"):
+            while True:
+                with recovery:
+                    saver.wait(recovery)
+                    return
+                recovery.recover(stays=True)
 
     def checkpoint_progress(self) -> Progress | None:
         """What this rank is writing in the background; None: nothing."""
@@ -866,7 +874,11 @@ class Engine:
         """
         if not self._states.are_released:
             try:
-                self._destroy()
+                try:
+                    if self._parts.recovery.is_on and sys.exc_info()[0] is None:
+                        self.wait_for_checkpoint()  # later a rank that fails ends the run
+                finally:
+                    self._destroy()
             finally:
                 self._parts.preemption.end()  # until here a signal does not end a save in the background
 

@@ -52,7 +52,7 @@ class CheckpointWriter(Protocol):
 
     def save(self, job: Any, entries: Any) -> None: ...
     def wait(self, recovery: Any = ...) -> None: ...
-    def abandon(self) -> None: ...
+    def abandon(self) -> str: ...
     def check(self) -> None: ...
     def close(self) -> None: ...
     def progress(self) -> Any: ...
@@ -130,9 +130,6 @@ class Recovery:
     has_lost = False
     must_regroup = False  # what this rank says in the message of its steps
     generation = 0  # of the groups
-    # this process went back: what the script does until the next forward it has done before, and new processes
-    # do not do it
-    repeats = False
     has_taken_over = False  # this process has the states of a lost one, and has not trained yet
 
     def bind(self, parts: Parts, counters: Counters, step: Any, states: Any) -> None:
@@ -188,9 +185,22 @@ class Recovery:
         """The engine goes on from a checkpoint."""
         return
 
-    def recover(self) -> None:
-        """After a failure: return when the group is whole again, and the running step is dropped."""
+    def keep(self) -> None:
+        """The script is about to wait between two steps, and cannot go back from there: a run that goes back
+        goes back to here. Raises PeerError: a rank has failed meanwhile.
+        """
+        return
+
+    def recover(self, *, stays: bool = False) -> None:
+        """After a failure: return when the group is whole again, and the running step is dropped.
+
+        stays: the script waits between two steps: see `keep`.
+        """
         raise AssertionError("the failure was raised")
+
+    def has_saved(self, save_dir: str | Path, tag: str) -> bool:
+        """The script asks for a save that this run has made, or makes, before this process came here."""
+        return False
 
     def run(self, call: Callable[..., Any], *args: Any) -> Any:
         """A collective call between two steps. Returns None if other ranks alone have ended it."""

@@ -15,7 +15,6 @@ step, or of the one before it. A process on another host gets it from the buddy 
 from __future__ import annotations
 
 import atexit
-import dataclasses
 import json
 import logging
 import os
@@ -46,12 +45,12 @@ from ..utils.version import __version__
 from ..zero.core.reduction import StepStatus
 from .checkpoint.image import Image, read_image, receive_image, send_image
 from .checkpoint.random_state import KeptRandom
-from .checkpoint.save import SaveOptions
 from .checkpoint.versions import Versions, held_of
 from .config.config import Config
 from .counters import Counters
 from .data.loaders import RankLoader
 from .data.step_sampler import StepSampler
+from .last_save import LastSave, newest_path
 from .lost_peers import FencedStore, Losses
 from .parts import Parts, Recovery
 from .process.process import check_spare_hosts, joins, timeout_seconds
@@ -110,6 +109,7 @@ class _Row(NamedTuple):
 
     step: the steps that it has taken; NEW: it has no states. calls: collective calls between steps; is_inside:
     it is in the last one. digest: of config and versions. waits: it has lost the message of its next step.
+    unsaved: the step of the save in the background that it has abandoned; NONE: it has not.
     newer, older: the steps of which its host has versions of its states; NONE: fewer than two.
     host: the number of its host.
     """
@@ -119,6 +119,7 @@ class _Row(NamedTuple):
     is_inside: int
     digest: int
     waits: int
+    unsaved: int
     newer: int
     older: int
     host: int
@@ -168,7 +169,10 @@ class LiveRecovery(Recovery):
         self._num_calls = 0  # collective calls between steps; the last one may be running
         self._is_inside = False
         self._call: tuple[Any, ...] = ()  # its arguments
-        self._saved = ""  # the folder of the last checkpoint of this run
+        self._last_save = LastSave()
+        # this process went back: what the script does until the next forward it has done before, and new
+        # processes do not do it
+        self._repeats = False
         self._lost_seconds = 0.0  # when a collective failed; 0: none has
         settings = json.dumps(config.as_dict(), sort_keys=True, default=str)
         self._digest = zlib.crc32(f"{torch.__version__} {__version__} {settings}".encode())
@@ -273,7 +277,7 @@ class LiveRecovery(Recovery):
         self._note(self._source.taken(self._committed.position))
 
     def begin_step(self) -> None:
-        self.has_taken_over = self.repeats = False
+        self.has_taken_over = self._repeats = False
         self._keep_version()
         if not self._regroups or self.has_lost:
             return
@@ -283,6 +287,7 @@ class LiveRecovery(Recovery):
         with report.spending("stall"):
             reason, stall_seconds = self._recover()
         report.recovered(reason, {"stall": round(stall_seconds, 6)})
+        self._end_abandoned(self._target)
 
     def before_vote(self) -> None:
         """See `Recovery`. Raises PeerError: a rank has failed, so the next host has no copy of this version."""
@@ -306,31 +311,44 @@ class LiveRecovery(Recovery):
             self._versions.drop_guests_after(NONE)
             self._collectives.barrier()  # nobody sends a new one before
 
-    def recover(self) -> None:
+    def keep(self) -> None:
+        self._keep_version()
+        self.before_vote()
+
+    def recover(self, *, stays: bool = False) -> None:
         """See `Recovery`. Raises PeerError: the run does not go on, or not with this rank."""
         assert self._target is not None
         report = self._target.parts.report
         repeated_seconds = report.drop_step()
         self._target.parts.saves.dropped()
-        if self._target.parts.saver is not None:
-            self._target.parts.saver.abandon()
         with report.spending("stall"):
             self._drop(self._target)
-            reason, stall_seconds = self._recover()
-            self.repeats = self._versions is not None and not self._is_inside
+            reason, stall_seconds = self._recover(stays=stays)
+            self._repeats = self._versions is not None and not (stays or self._is_inside)
         report.recovered(reason, {"stall": round(stall_seconds, 6), "repeated": repeated_seconds})
+        self._end_abandoned(self._target)
+
+    def _end_abandoned(self, target: RecoveryTarget) -> None:
+        """Write a save again that was abandoned, if it is of the step from which the run goes on."""
+        args = self._last_save.args_to_make(self._call)
+        is_made_again = self._saves_again()
+        self._last_save.end(is_made_again=is_made_again)
+        if is_made_again:
+            with target.parts.report.spending("save"):
+                self.run(target.states.save, *args)
 
     def run(self, call: Callable[..., Result], *args: Any) -> Result | None:
-        """`call`, a collective between two steps. It is repeated if a rank fails before any has ended it."""
+        """`call`, a save between two steps. It is repeated if a rank fails before any has ended it."""
+        assert self._target is not None
         self._num_calls += 1
         self._is_inside, self._call = True, args
         try:
             while True:
                 with self:
-                    self._keep_version()  # so that a run which goes back goes back to this call
-                    self.before_vote()
+                    self.keep()
+                    self._last_save.begin(self._target.counters)
                     result = call(*args)
-                    self._note_save(*args)
+                    self._last_save.made(self._target.counters, args)
                     return result
                 self.recover()
                 if not self._is_inside:
@@ -338,10 +356,11 @@ class LiveRecovery(Recovery):
         finally:
             self._is_inside, self._call = False, ()
 
-    def _note_save(self, save_dir: Any, tag: str | None, *_: Any) -> None:
+    def has_saved(self, save_dir: str | Path, tag: str) -> bool:
         assert self._target is not None
-        name = f"global_step{self._target.counters.global_steps}" if tag is None else tag
-        self._saved = str(Path(save_dir).absolute() / name)
+        step = self._target.counters.global_steps
+        is_last = self._last_save.is_same(save_dir, tag, step)
+        return self._repeats or self.has_taken_over and is_last
 
     def is_replaced(self) -> bool:
         return self._meeting.has_lost(self._generation)
@@ -389,8 +408,8 @@ class LiveRecovery(Recovery):
 
     def _image(self, target: RecoveryTarget) -> Image:
         """What this rank holds, as it was when the last step ended."""
-        # a save that runs has its own
-        client_state = self._call[2] if self._call else target.states.client_state
+        args = self._last_save.args_to_make(self._call)  # has its own
+        client_state = args[2] if args else target.states.client_state
         with self._loader.standing_at(self._committed.position):
             keeps = self._versions is not None
             random = self._committed.random.state() if keeps else None
@@ -405,8 +424,11 @@ class LiveRecovery(Recovery):
         self._loader.resume(self._committed.position)
         self._committed.random.restore()
 
-    def _recover(self) -> tuple[str, float]:
-        """Take part in the newest generation, from the newest step on. Returns why, and the seconds it took."""
+    def _recover(self, *, stays: bool = False) -> tuple[str, float]:
+        """Take part in the newest generation, from the newest step on. Returns why, and the seconds it took.
+
+        stays: see `recover`.
+        """
         target, begun_seconds = self._target, self._lost_seconds or time.monotonic()
         assert target is not None
         target.parts.updater.wait()  # of updates on the host
@@ -420,10 +442,11 @@ class LiveRecovery(Recovery):
                 if self._versions is None:
                     self._heal(target)
                 else:
-                    self._go_back(target, self._versions)
+                    self._go_back(target, self._versions, stays or self._is_inside)
                 break
             except PeerError:  # another rank has failed meanwhile
                 self._has_met = False
+                self.takes_failure()
                 self._leave()
                 target.parts.sharded.abandon_step()  # messages of a load would fail the next one
                 self._meeting.ask_again(self._generation)
@@ -447,6 +470,8 @@ class LiveRecovery(Recovery):
         assert self._target is not None
         seconds = CONNECT_SECONDS
         while True:
+            if self.has_lost:
+                self._last_save.abandon(self._target.parts.saver)
             generation = self._next()  # raises PeerError where there is none for this rank
             try:
                 self._enter(generation, self._target.parts, seconds)
@@ -456,9 +481,23 @@ class LiveRecovery(Recovery):
                 self._has_met = True
                 return status
             except PeerError:  # another rank has failed meanwhile, or was too slow
+                self.takes_failure()
                 self._leave()
                 self._meeting.ask_again(generation)
                 seconds = min(2 * seconds, MOST_CONNECT_SECONDS)
+
+    def _saves_again(self) -> bool:
+        """The save that was abandoned is of the step from which the run goes on. The same on all ranks."""
+        assert self._target is not None
+        # a rank that is inside of a call that others have ended has lost the answer, and has not begun to write
+        unsaved = {row.unsaved for row in self._rows if row.step != NEW and not row.is_inside}
+        return self._is_call_ended() and unsaved == {self._target.counters.global_steps}
+
+    def _is_call_ended(self) -> bool:
+        """A rank has ended the last call between steps, or has never been in one."""
+        rows = [row for row in self._rows if row.step != NEW]
+        calls = max((row.calls for row in rows), default=0)
+        return any(row.calls - row.is_inside >= calls for row in rows)
 
     def _next(self) -> Generation:
         """The next generation that all its ranks have joined."""
@@ -529,7 +568,8 @@ class LiveRecovery(Recovery):
         copies = (NONE, NONE, NONE)
         if self._versions is not None:
             copies = (*self._versions.steps, self._versions.host)  # type: ignore[assignment]
-        own = _Row(step, self._num_calls, self._is_inside, self._digest, waits, *copies)
+        more = (self._digest, waits, self._last_save.unsaved_step)
+        own = _Row(step, self._num_calls, self._is_inside, *more, *copies)
         table = self._collectives.gather_small(torch.tensor([int(n) for n in own]), what="steps")
         self._rows = rows = [_Row(*numbers) for numbers in table.tolist()]
         newest = max(rows, key=lambda row: row.step)
@@ -568,6 +608,8 @@ class LiveRecovery(Recovery):
         ranks = self._meeting.ranks_in(self._generation)
         new = {rank for rank, row in zip(ranks, self._rows, strict=True) if row.step == NEW}
         parts = target.parts
+        if self._joins is None and self._saves_again():
+            self._last_save.uncount(target.counters)
         if not new:
             if parts.sharded.policy.shards_optimizer:
                 parts.updater.publish_again()
@@ -581,7 +623,8 @@ class LiveRecovery(Recovery):
                     self._image(target).write(Path(folder))
                 except OSError as error:
                     failure = str(error)
-            told = {"folder": folder, "failure": failure, "call": _told(self._call)}
+            told = {"folder": folder, "failure": failure}
+            told |= self._last_save.told(self._call)
             every = all_gather_json(self._collectives, told, "the folder of states")
             sources = {rank: self._peer_of(rank, source) for rank in new}
             folder = self._send_images(sources, ranks, every, folder)
@@ -633,27 +676,31 @@ class LiveRecovery(Recovery):
         folder = Path(told["folder"])
         client_state = read_image(target.parts, target.counters, folder, also_random=False)
         self._note(self._source.start())
-        self._take_call(target, client_state, [each["call"] for each in every])
+        self._take_call(target, client_state, every)
 
-    def _go_back(self, target: RecoveryTarget, versions: Versions) -> None:
-        """All ranks load the newest version that all of them have, here or on the next host. For all ranks."""
+    def _go_back(self, target: RecoveryTarget, versions: Versions, stays: bool) -> None:
+        """All ranks load the newest version that all of them have, here or on the next host. For all ranks.
+
+        stays: the script of this rank cannot go back.
+        """
         hosts = [row.host for row in self._rows]
         own = [(row.newer, row.older) for row in self._rows]
         lacking = [rank for rank, row in enumerate(self._rows) if row.older == NONE]
-        told = {"call": _told(self._call), "saved": self._saved}
+        told = self._last_save.told(self._call)
         told["copies"] = versions.tell(self._generation.number, hosts, lacking)
         every = all_gather_json(self._collectives, told, "the calls and copies of ranks")
         copies = [each["copies"] for each in every]
-        self._saved = next((each["saved"] for each in every if each["saved"]), "")
         step = newest_common(steps_of(own, held_of(copies)))
         if step == NONE:
             self._meeting.give_up()
-            where = f" ({self._saved})" if self._saved else ""
+            saved = newest_path(every)
+            where = f" ({saved})" if saved else ""
             raise UsageError(
                 f"{self._generation.reason}, and the ranks have no version of the states in memory that all of "
                 f"them share: start the run again from its last checkpoint{where}"
             )
-        if self._is_inside and step < target.counters.global_steps:
+        if stays and step < target.counters.global_steps:
+            self._last_save.end(is_made_again=False)
             raise GoneBack(self._rank, step, target.counters.global_steps)
         versions.fetch_missing(step, own, copies)
         versions.drop_guests_after(step)
@@ -665,23 +712,18 @@ class LiveRecovery(Recovery):
         versions.hear(hosts, copies)
         self._note(self._source.start())
         if self._joins is not None:
-            self._take_call(target, client_state, [each["call"] for each in every])
+            self._take_call(target, client_state, every)
 
     def _take_call(self, target: RecoveryTarget, client_state: Any, every: list[Any]) -> None:
-        """Take part in the call that runs between two steps. every: what each rank tells of its own."""
-        calls = max(row.calls for row in self._rows)
-        is_ended = any(row.calls - row.is_inside >= calls for row in self._rows if row.step != NEW)
-        call = next((each for each in every if each), None)
-        if is_ended or call is None:
-            self._num_calls, self._call = calls, ()
+        """Take part in the save that the others make between two steps. every: what each rank has `told`."""
+        self._num_calls, is_ended = max(row.calls for row in self._rows), self._is_call_ended()
+        self._call = self._last_save.hear(every, client_state)
+        if is_ended and not self._saves_again():
+            self._call = ()
+        if not self._call:
             target.states.client_state = client_state
-            return
-        save_dir, tag, options = call
-        options["score"] = tuple(options["score"])
-        self._num_calls, self._call = (
-            calls - 1,
-            (save_dir, tag, client_state, SaveOptions(**options)),
-        )
+        elif not is_ended:
+            self._num_calls -= 1
 
     def _take_shares(self, counters: Counters) -> None:
         if self._versions is not None:  # no unit is gone
@@ -693,14 +735,6 @@ class LiveRecovery(Recovery):
         taken = [(number * each + place, micro) for number, micro in shares]
         self._source.share(taken, self._committed.position)
         counters.accumulation.extra = len(shares) - steps
-
-
-def _told(call: tuple[Any, ...]) -> Any:
-    """The arguments of a save, as JSON values, without the client_state."""
-    if not call:
-        return None
-    save_dir, tag, _, options = call
-    return [str(save_dir), tag, dataclasses.asdict(options)]
 
 
 def _store_address() -> tuple[str, int]:

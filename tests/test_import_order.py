@@ -169,7 +169,7 @@ ENGINE_FLOORS = (  # rooms of engine/: folders, and files beside them; the lowes
     "steps",
     "model",
     "parallel",
-    "lost_peers",
+    "last_save lost_peers",
     "dropping packing preemption recovering meeting torch_calls",
     "living_groups",
     "internals planning",

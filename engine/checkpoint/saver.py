@@ -212,36 +212,44 @@ class Saver:
             job.end(discards=not is_saved)
 
     def check(self) -> None:
-        """Raises XdsError, once, if a save in the background has failed."""
-        if self._failure:
+        """Raises XdsError, once, if a save in the background has failed, and no rank has abandoned it."""
+        if self._failure and not self._is_abandoned:
             failure, self._failure = self._failure, ""
             raise XdsError(failure)
 
     def wait(self, recovery: Recovery = NEVER) -> None:
         """Return when nothing is being written.
 
-        Raises what `check` raises; PeerError: `recovery` knows that a rank has failed, which may be waited for.
+        Raises what `check` raises; PeerError: a rank has failed before it was committed.
         """
         if self._thread is not None:
+            if self._thread.is_alive():
+                recovery.keep()
             while self._thread.is_alive():
                 self._thread.join(LOOK_SECONDS if recovery.is_on else None)
                 if recovery.is_replaced():
-                    raise PeerError(
-                        "a rank has failed while a checkpoint is written in the background"
-                    )
+                    self._leave()
             self._thread = None
+        if self._is_abandoned:
+            raise PeerError(self._failure)
         self.check()
 
-    def abandon(self) -> None:
-        """A rank has failed: end what is being written. It may be committed already."""
-        if self._thread is None or self._messages is None:
-            return
-        self._messages.leave()
-        self._thread.join()
+    def abandon(self) -> str:
+        """A rank has failed: end what is being written. Returns why it is not saved; "": it is, or none was."""
+        self._leave()
         self._thread = None
-        if self._failure:
-            log.warning("%s", self._failure)
-            self._failure = ""
+        failure, self._failure = self._failure, ""
+        return failure
+
+    def _leave(self) -> None:
+        if self._thread is not None and self._messages is not None:
+            self._messages.leave()
+            self._thread.join()
+
+    @property
+    def _is_abandoned(self) -> bool:
+        """This rank, or another one, has noticed that a rank has failed, and has ended the save."""
+        return _LEFT in self._failure
 
     def progress(self) -> Progress | None:
         """None: nothing is being written."""
@@ -428,29 +436,35 @@ class _Messages:
         try:
             self._store.set(self._key(self._rank), json.dumps(mine))
             failure: str = self._await(self._key("done"), 0)["error"]
-        except RuntimeError:  # the store ended with rank 0, perhaps after the commit
-            folder = self._job.save_dir / self._job.tag
-            sizes = map(
-                storage_of(folder).size_of, (folder / self._job.path.name, folder / MANIFEST)
-            )
-            failure = "" if min(sizes) >= 0 else "rank 0 ended before it was committed"
-        return failure
+        except RuntimeError:  # the store ended with rank 0
+            failure = "rank 0 ended before it was committed"
+        return "" if failure and self._is_committed() else failure
+
+    def _is_committed(self) -> bool:
+        """Rank 0 may have ended after the commit, before it could say so."""
+        folder = self._job.save_dir / self._job.tag
+        paths = (folder / self._job.path.name, folder / MANIFEST)
+        return min(map(storage_of(folder).size_of, paths)) >= 0
 
     def _await(self, key: str, rank: int) -> dict[str, Any]:
         """Wait for `key` and return its value; an error if `rank` shows no sign of life."""
         assert self._store is not None
         pause_seconds = MIN_POLL_SECONDS
         seen, since = "", time.monotonic()
-        while (answer := self._store.read_as(_ANSWER, key)) is None:
-            if self._is_left.wait(pause_seconds):
+        while True:
+            is_left = self._is_left.is_set()
+            answer = self._store.read_as(_ANSWER, key)  # once more where it is left
+            if answer is not None:
+                return answer
+            if is_left:
                 return {"error": _LEFT}
+            self._is_left.wait(pause_seconds)
             pause_seconds = min(pause_seconds * 1.5, MAX_POLL_SECONDS)
             alive = self._store.read(self._key(f"{rank}/alive"))
             if alive is not None and alive != seen:
                 seen, since = alive, time.monotonic()
             if time.monotonic() - since > self._timeout_seconds:
                 return {"error": f"rank {rank} did not respond for {self._timeout_seconds:.0f} s"}
-        return answer
 
     def delete(self, keys: Sequence[str]) -> None:
         if self._store is None:

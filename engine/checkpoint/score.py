@@ -33,12 +33,12 @@ def asked_score(metric: Any, mode: Any, keep_best: Any) -> list[Any]:
     """These arguments of `save_checkpoint` on one rank, as JSON for `score_of`. Raises UsageError."""
     if mode not in MODES:
         raise wrong("save_checkpoint: mode", mode, '"min" or "max"')
-    number = _number_of(metric)
+    number = number_of(metric)
     keep_best = whole("save_checkpoint: keep_best", keep_best, 0)
     return [None if number is None else repr(number), mode, keep_best]  # JSON has no NaN
 
 
-def _number_of(metric: Any) -> float | None:
+def number_of(metric: Any) -> float | None:
     """NaN if it is not finite."""
     if metric is None:
         return None
@@ -78,4 +78,4 @@ def score_of(asked: Sequence[list[Any]]) -> Score | None:
     return Score(None if math.isnan(value) else value, mode, keep_best)
 
 
-__all__ = ["BEST", "Score", "asked_score", "score_of"]
+__all__ = ["BEST", "Score", "asked_score", "number_of", "score_of"]
