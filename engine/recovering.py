@@ -195,11 +195,11 @@ class LiveRecovery(Recovery):
             if self._versions is not None:
                 self._versions.find()
             self._meeting.ask_to_join(self._joins.attempt)
-            reason, stall_seconds = self._recover()
+            reason, _ = self._recover()
             report = self._target.parts.report
             report.has_joined()
             if self._versions is not None:  # no other rank is the first one, which writes
-                report.recovered(reason, {"stall": round(stall_seconds, 6)})
+                report.recovered(reason, {})  # whoever reads the record sees how long others waited
             self.has_taken_over = True
             if self._call:  # the others save
                 self.run(self._target.states.save, *self._call)

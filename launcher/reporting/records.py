@@ -253,7 +253,7 @@ class _Reader:
         self._named: set[str] = set()  # values that the last one has written
         self._trained = _numbers()  # seconds of each step
         self._until: float | None = None  # the clock; time before it is in the ledger
-        self._ended: Event | None = None  # the failure that a restart follows
+        self._failed: Event | None = None  # the failure since the last step
 
     def read(self, file: BinaryIO) -> Run:
         run = self._run
@@ -291,9 +291,8 @@ class _Reader:
         run.num_starts += 1
 
     def _event(self, found: Event) -> None:
-        if found.kind == "failure":
-            self._ended = found
         if found.kind in ("failure", "recovered"):
+            self._failed = found
             self._run.failures = [*self._run.failures[1 - MOST_EVENTS :], found]
         if self._until is not None:
             self._count(found.spent)
@@ -307,7 +306,7 @@ class _Reader:
 
     def _begin(self, since: float, spent: dict[Class, float]) -> None:
         """The first time that a process has written. What lies before it is in the ledger as well."""
-        until, ended = self._until, self._ended
+        until, failed = self._until, self._failed
         if until is None:
             self._until = since
             return
@@ -316,16 +315,20 @@ class _Reader:
             spent[most] = max(0.0, spent.get(most, 0.0) - (until - since))
             return
         gap: dict[Class, float] = {"restart": since - until} if self._is_new else {}
-        if ended is not None and self._is_new:
-            repeated = min(max(ended.time - until, 0.0), since - until)
+        if failed is not None and failed.kind == "failure" and self._is_new:
+            repeated = min(max(failed.time - until, 0.0), since - until)
             gap = {"repeated": repeated, "restart": since - until - repeated}
             self._lose(gap | {"start": spent.get("start", 0.0)})
-        self._count(gap or {"stall": since - until})
+        if not gap:
+            gap = {"stall": since - until}
+            if failed is not None and "stall" not in failed.seconds:
+                self._lose(gap)  # the process that goes on with the record does not know it
+        self._count(gap)
 
     def _lose(self, seconds: Mapping[Class, float]) -> None:
         """The last failure has cost so much more."""
-        if self._ended is not None:
-            known = self._ended.seconds
+        if self._failed is not None:
+            known = self._failed.seconds
             for name, more in seconds.items():
                 known[name] = known.get(name, 0.0) + more
 
@@ -368,6 +371,7 @@ class _Reader:
             column.append(NAN if value is None else value)
         if found.time > run.last_time:
             run.last_time = found.time
+        self._failed = None
 
     @property
     def _is_again(self) -> bool:
@@ -395,7 +399,7 @@ class _Reader:
             self._repeat(at)
         else:
             run.ledger.update(dict.fromkeys(CLASSES, 0.0))
-            run.failures, self._until, self._ended = [], None, None
+            run.failures, self._until, self._failed = [], None, None
         for column in (*self._columns, self._trained):
             del column[at:]
         while run.breaks and run.breaks[-1] >= at:

@@ -353,6 +353,24 @@ def test_time_of_a_killed_and_resumed_run_adds_up_to_the_wall_clock(tmp_path: Pa
     assert run.ledger["step"] == 1.0 and sum(run.ledger.values()) == 100.0 and not run.failures
 
 
+def test_a_failure_after_which_a_new_process_writes_costs_the_time_between(tmp_path: Path) -> None:
+    """Rank 0 is replaced, and the run goes back from step 2 to step 1."""
+    lines = [
+        START,
+        step(1, 1.0, 107.0, since=100.0, **spent(start=5.0, step=2.0)),
+        step(2, 1.0, 110.0, **spent(step=3.0)),
+        {"kind": "recovered", "time": 115.0, "text": "0, 1 go on", "seconds": {}},
+        step(2, 1.0, 118.0, since=115.0, **spent(step=2.5, data=0.5)),
+        step(3, 1.0, 120.0, **spent(step=2.0)),
+    ]
+    run = read_run(write(tmp_path, lines))
+    assert list(run.steps) == [1, 2, 3]
+    assert [each.seconds for each in run.failures] == [{"repeated": 3.0, "stall": 5.0}]
+    spent_in = {name: seconds for name, seconds in run.ledger.items() if seconds}
+    assert spent_in == {"start": 5.0, "step": 6.5, "data": 0.5, "stall": 5.0, "repeated": 3.0}
+    assert sum(run.ledger.values()) == 20.0
+
+
 def train_in_classes(folder: str) -> tuple[float, float]:
     config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD"}}
     began = time.time()

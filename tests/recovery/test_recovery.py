@@ -325,6 +325,25 @@ def test_a_new_process_takes_over_the_versions_of_a_lost_one(
 
 
 @pytest.mark.slow
+def test_each_failure_of_the_rank_that_writes_the_record_has_a_row(tmp_path: Path) -> None:
+    config = {"zero_optimization": {"stage": 2}, "report_folder": str(tmp_path / "report")}
+    one_copy(tmp_path / "killed", config, 2, [[0, 3, "norm"], [0, 6, "forward"]])
+    run = read_run(str(tmp_path / "report"))
+    assert list(run.steps) == list(range(1, 10)) and run.state == "end"
+    assert run.num_starts == 1 and not run.foreign and not run.breaks
+    assert len(run.failures) == 2
+    for each in run.failures:
+        assert each.text.startswith("rank 0 was ended by SIGKILL: ranks 0, 1 go on after step ")
+    for name in ("stall", "repeated"):
+        lost = [each.seconds.get(name, 0.0) for each in run.failures]
+        assert sum(lost) == pytest.approx(run.ledger[name], abs=1e-4)
+        assert all(lost) or name == "repeated"
+    lines = (tmp_path / "report" / "run.jsonl").read_text().splitlines()
+    since = next(json.loads(line)["since"] for line in lines if '"since"' in line)
+    assert sum(run.ledger.values()) == pytest.approx(run.last_time - since, abs=1e-2)
+
+
+@pytest.mark.slow
 def test_two_hosts_next_to_each_other_are_too_many(tmp_path: Path) -> None:
     lost = [[1, 7, "host in forward"], [2, 7, "host in forward"]]
     with pytest.raises(AssertionError, match="no version of the states in memory") as failure:
