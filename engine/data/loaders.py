@@ -265,7 +265,9 @@ class RankLoader(DataLoader[Any]):
 
     def resume(self, position: Mapping[str, int]) -> bool:
         """Begin the next iteration at `position`. False: the position is of another kind of source."""
-        if position.keys() != self._source.start().keys():
+        if not position.keys() ^ self._source.start().keys() <= {
+            "epoch"
+        }:  # some streams count none
             return False
         self._source.resume(position, self.batch_size if self.drop_last and self.batch_size else 1)
         self._position = self._source.start()

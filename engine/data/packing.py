@@ -350,7 +350,7 @@ def packed_loader(  # noqa: PLR0913 (a rank and the arguments of a DataLoader)
         recovers: the run goes on when other ranks are lost.
 
     Raises:
-        UsageError: the dataset has no samples that fit, or is a stream and the run recovers.
+        UsageError: the dataset has no samples that fit.
     """
     rows = PackedRows(
         dataset,
@@ -370,9 +370,8 @@ def packed_loader(  # noqa: PLR0913 (a rank and the arguments of a DataLoader)
     }
     if not recovers:
         return RankLoader(rows, own_seed, dataset=rows, **options)
-    from .step_sampler import StepSampler, check_no_stream
+    from .step_sampler import StepSampler
 
-    check_no_stream(dataset)
     sizes = (world_size, step_rows // (world_size * micro_batch_size), micro_batch_size)
     sampler = StepSampler(rows, rank, sizes)
     return RankLoader(sampler, own_seed, dataset=RowReader(rows), sampler=sampler, **options)

@@ -12,13 +12,13 @@ The items of a step are those of a run without recovery: see `StepOrder`.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import cycle, islice
 from math import prod
 from typing import Any, Protocol, final
 
 import torch
-from torch.utils.data import IterableDataset, Sampler
+from torch.utils.data import Dataset, IterableDataset, Sampler
 from torch.utils.data.distributed import DistributedSampler
 
 from ...utils.errors import UsageError
@@ -77,6 +77,43 @@ class SampleOrder:
 
 
 @final
+class StreamOrder:
+    """The items of a stream in their order, which is the same each time it is read. See `RankSlice`.
+
+    The last items that are no whole step are dropped.
+    """
+
+    num_steps = None
+
+    def __init__(self, stream: Iterable[Any], step_items: int) -> None:
+        self._stream, self._step_items = stream, step_items
+
+    def position(self, epoch: int, items: int) -> dict[str, int]:
+        return {"epoch": epoch, "items": items}
+
+    def place(self, position: Mapping[str, int]) -> tuple[int, int]:
+        return position.get("epoch", 0), position[
+            "items"
+        ]  # a run without recovery counts no epochs
+
+    def steps(self, epoch: int, first: int) -> Iterator[Sequence[Any]]:
+        items = islice(self._stream, first * self._step_items, None)
+        while len(step := list(islice(items, self._step_items))) == self._step_items:
+            yield step
+
+    def given(self, batch: Any, start: Mapping[str, int], end: Mapping[str, int]) -> Any:
+        return batch
+
+
+@final
+class Items(Dataset[Any]):
+    """What the sampler gives, for a loader that collates it."""
+
+    def __getitem__(self, item: Any) -> Any:
+        return item
+
+
+@final
 class StepSampler(Sampler[Any], Resumable):
     """This rank's items, micro-batch by micro-batch. An epoch is a whole number of steps.
 
@@ -107,7 +144,7 @@ class StepSampler(Sampler[Any], Resumable):
 
         done: the position after the last step. The first micro-batch of the next one may have been taken.
         """
-        if (self.epoch, self._step * self._step_items) < self.order.place(done):
+        if done == self.order.position(self.epoch, (self._step + 1) * self._step_items):
             self._move(self.epoch, self._step + 1)
         self._shares = list(shares)
         self._version += 1
@@ -182,10 +219,12 @@ class StepSampler(Sampler[Any], Resumable):
             )
         if epoch != self.epoch:
             self._is_running = False  # the iteration that runs has ended
-        self._move(epoch, step)
-        if self._items(step) is None:
+        if self.order.num_steps is not None and step >= self.order.num_steps:
             self._is_running = False
-            self._move(self.epoch + 1, 0)
+            epoch, step = epoch + 1, 0
+        self._move(
+            epoch, step
+        )  # items are read when they are needed: others wait for this rank now
 
     def _move(self, epoch: int, step: int) -> None:
         self.epoch, self._step, self._given = epoch, step, 0
@@ -196,7 +235,9 @@ class StepSampler(Sampler[Any], Resumable):
     def __len__(self) -> int:
         """The items of this rank's own micro-batches in an epoch. Raises TypeError: that is not known."""
         if self.order.num_steps is None:
-            raise TypeError("the number of rows of data_packing is known after an epoch alone")
+            raise TypeError(
+                "the rows of data_packing, or the items of a stream, are not counted before"
+            )
         return self.order.num_steps * self._num_micro_batches * self._micro_batch_size
 
     def __iter__(self) -> Iterator[Any]:
@@ -246,22 +287,26 @@ def step_loader(
     """The loader of a unit whose run goes on when others are lost. See `StepSampler`.
 
     step_batches: micro-batches of each unit in a step.
-    Raises UsageError: as `build_loader`, or the dataset is a stream.
+    Raises UsageError: as `build_loader`.
     """
-    check_no_stream(dataset)
     check_rank(micro_batch_size, rank, world_size)
     sizes = (world_size, step_batches, micro_batch_size)
     step_samples = prod(sizes)
-    check_map_style(dataset, micro_batch_size, world_size, drop_last, step_samples)
-    order = DistributedSampler[int](
-        dataset,
-        num_replicas=1,
-        rank=0,
-        shuffle=not isinstance(dataset, InOrder),
-        seed=0,
-        drop_last=drop_last,
-    )
-    sampler = StepSampler(SampleOrder(order, step_samples), rank, sizes)
+    order: StepOrder
+    if isinstance(dataset, IterableDataset):
+        order, dataset = StreamOrder(dataset, step_samples), Items()
+    else:
+        check_map_style(dataset, micro_batch_size, world_size, drop_last, step_samples)
+        shuffled = DistributedSampler[int](
+            dataset,
+            num_replicas=1,
+            rank=0,
+            shuffle=not isinstance(dataset, InOrder),
+            seed=0,
+            drop_last=drop_last,
+        )
+        order = SampleOrder(shuffled, step_samples)
+    sampler = StepSampler(order, rank, sizes)
     return RankLoader(
         sampler,
         rank,
@@ -274,13 +319,4 @@ def step_loader(
     )
 
 
-def check_no_stream(dataset: Any) -> None:
-    """Raises UsageError: its samples cannot be read again."""
-    if isinstance(dataset, IterableDataset):
-        raise UsageError(
-            "training_data is an IterableDataset, and recovery.enabled needs samples that can be read again: "
-            "give a dataset with __len__ and __getitem__, or set recovery.enabled to false"
-        )
-
-
-__all__ = ["StepOrder", "StepSampler", "check_no_stream", "step_loader"]
+__all__ = ["StepOrder", "StepSampler", "step_loader"]
