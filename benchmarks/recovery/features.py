@@ -2,10 +2,10 @@
 
     python benchmarks/recovery/features.py [--with "ZeRO 2"] [--only tensor,pipeline] [--out found.jsonl]
 
-The features are those of docs/combinations.md, each with a ZeRO stage, on a small Llama of transformers. Where
-all ranks hold one copy of the states the numbers have the same bits. Where units are replicas they differ by
-rounding alone, and not at all in what a feature draws. A line of the output is a feature: equal, different,
-refused with a sentence, or failed.
+The features are those of docs/combinations.md and of `MORE`, each with a ZeRO stage, on a small Llama of
+transformers. Where all ranks hold one copy of the states the numbers have the same bits. Where units are
+replicas they differ by rounding alone, and not at all in what a feature draws. A line of the output is a
+feature: equal, different, refused with a sentence, or failed.
 """
 
 from __future__ import annotations
@@ -25,6 +25,11 @@ sys.path.insert(0, str(HERE.parents[2] / "tests"))
 STEPS, LIMIT_SECONDS = 6, 240.0
 NEAR = 1e-4  # where the units that are left run the samples of others: sums have another order
 DEATHS = ((1, 3, "norm"), (0, 4, "forward"))  # rank, steps before, where
+MORE: dict[str, dict[str, Any]] = {  # settings that change when states are complete
+    "overlap_step": {
+        "zero_optimization": {"offload_optimizer": {"device": "cpu", "overlap_step": True}}
+    },
+}
 
 
 def train() -> None:
@@ -76,14 +81,17 @@ def train() -> None:
 
 def run(names: tuple[str, ...], deaths: Any, out: Path) -> tuple[str, dict[Any, Any]]:
     """How the run failed, or "", and what each rank has found, by rank and step."""
-    from feature_pairs import config_of, first_token, ranks_of, samples
+    from feature_pairs import config_of, first_token, merged, ranks_of, samples
 
     from xds.engine.data.analyzer import Metric, analyze
 
     out.mkdir()
     if "curriculum" in names:
         analyze(samples(names), [Metric("first", first_token)], str(out))
-    config = {**config_of(names), "recovery": {"enabled": True}, "log_level": "error"}
+    config = config_of(tuple(name for name in names if name not in MORE))
+    for name in names:
+        config = merged(config, MORE.get(name, {}))
+    config |= {"recovery": {"enabled": True}, "log_level": "error"}
     ranks, _ = ranks_of(config)
     environ = {**os.environ, "OUT": str(out), "NAMES": json.dumps(names), "OMP_NUM_THREADS": "1"}
     environ |= {"CONFIG": json.dumps(config), "DEATHS": json.dumps(deaths)}
@@ -156,7 +164,7 @@ def main() -> None:
     parser.add_argument("--out", default="")
     options = parser.parse_args()
     chosen = [name for name in options.only.split(",") if name] or [
-        name for name in FEATURES if name not in CALLS and name != options.beside
+        name for name in (*FEATURES, *MORE) if name not in CALLS and name != options.beside
     ]
     for name in chosen:
         names = (options.beside, name) if options.beside else (name,)

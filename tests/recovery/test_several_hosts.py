@@ -136,29 +136,37 @@ def test_a_spare_host_gets_the_only_states_of_a_lost_one_from_the_next_host(
     hosts: Hosts, start: Start, tmp_path: Path
 ) -> None:
     """Ranks 0 and 1 are lost with their memory; rank 2 is the buddy of both."""
-    config = one_copy_config({"zero_optimization": {"stage": 1}})
-    script = SCRIPT.with_name("one_copy.py")
-    found = {}
-    for name in ("whole", "lost"):
-        out = tmp_path / name
-        out.mkdir()
-        given = {"OUT": out, "CONFIG": config, "DEATHS": "[]"}
-        process = start([2, 1, 2], ["", "", "spare"], script=script, PAUSE=0.2, **given)
-        if name == "lost":
-            wait_for(lambda: '"step": 4' in text_of(tmp_path / "lost" / "rank0.jsonl"), process)
-            kill(hosts, "host0")
-            for path in hosts.left_files("host0"):  # its memory is lost as well
-                if "xds-states" in path:
-                    shutil.rmtree(path, ignore_errors=True)
-        err = ended(process)
-        found[name] = found_by(out, 3)
+    whole, lost = tmp_path / "whole", tmp_path / "lost"
+    ended(start_one_copy(start, whole, *WITH_SPARE))
+    process = start_one_copy(start, lost, *WITH_SPARE, PAUSE=0.2)
+    wait_for(lambda: has_taken(lost, 4), process)
+    kill(hosts, "host0")
+    for path in hosts.left_files("host0"):  # its memory is lost as well
+        if "xds-states" in path:
+            shutil.rmtree(path, ignore_errors=True)
+    err = ended(process)
     assert "xds: host host0 was lost (the connection ended); the other ranks wait for new" in err
     assert "new processes of ranks 0, 1 take part (generation 1)" in err
-    assert found["lost"] == found["whole"]
+    assert found_by(lost, 3) == found_by(whole, 3)
 
 
-def text_of(path: Path) -> str:
-    return path.read_text() if path.exists() else ""
+WITH_SPARE = [2, 1, 2], ["", "", "spare"]  # slots, and words after them
+
+
+def start_one_copy(
+    start: Start, out: Path, slots: Sequence[int], more: Sequence[str] = (), **environ: Any
+) -> "subprocess.Popen[str]":
+    """Start the script whose ranks have one copy of the states. It writes into `out`."""
+    out.mkdir(exist_ok=True)
+    config = one_copy_config({"zero_optimization": {"stage": 1}})
+    environ |= {"OUT": out, "CONFIG": config, "DEATHS": "[]"}
+    return start(slots, more, SCRIPT.with_name("one_copy.py"), **environ)
+
+
+def has_taken(out: Path, step: int) -> bool:
+    """Rank 0 has ended this step."""
+    path = out / "rank0.jsonl"
+    return path.exists() and f'"step": {step},' in path.read_text()
 
 
 def head_of(keeper: "subprocess.Popen[str]") -> int:
@@ -170,38 +178,29 @@ def test_another_head_goes_on_where_the_newest_states_are(
     hosts: Hosts, start: Start, tmp_path: Path
 ) -> None:
     """Ranks 0 and 1 have moved to the spare host when the head is killed, and host0 is there again."""
-    config = one_copy_config({"zero_optimization": {"stage": 1}})
-    script = SCRIPT.with_name("one_copy.py")
-    found = {}
-    for name in ("whole", "killed"):
-        out = tmp_path / name
-        out.mkdir()
-        given = {"OUT": out, "CONFIG": config, "DEATHS": "[]"}
-        process = start([2, 1, 2], ["", "", "spare"], script=script, PAUSE=0.3, **given)
-        if name == "killed":
-            lines = out / "rank0.jsonl"
-            wait_for(lambda: '"step": 3' in text_of(lines), process)  # noqa: B023
-            kill(hosts, "host0")
-            wait_for(lambda: '"step": 6' in text_of(lines), process)  # noqa: B023
-            os.kill(head_of(process), signal.SIGKILL)
-        err = ended(process)
-        found[name] = found_by(out, 3)
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    ended(start_one_copy(start, whole, *WITH_SPARE))
+    process = start_one_copy(start, killed, *WITH_SPARE, PAUSE=0.3)
+    wait_for(lambda: has_taken(killed, 3), process)
+    kill(hosts, "host0")
+    wait_for(lambda: has_taken(killed, 6), process)
+    os.kill(head_of(process), signal.SIGKILL)
+    err = ended(process)
     assert "host host0 was lost (the connection ended); the other ranks wait for new" in err
     assert "xds: the launcher was ended by SIGKILL: another one starts, and new ranks" in err
     assert "new processes of ranks 0, 1, 2 take part (generation 1)" in err
-    assert found["killed"] == found["whole"]
+    assert found_by(killed, 3) == found_by(whole, 3)
     assert len(list(hosts.cache("host2").glob("xds/runs/*/rank1.log"))) >= 2
-    steps = [json.loads(line).get("step") for line in text_of(lines).splitlines()]
+    lines = (killed / "rank0.jsonl").read_text().splitlines()
+    steps = [json.loads(line).get("step") for line in lines]
     assert len(steps) - len(set(steps)) <= 4  # two of each failure
 
 
 def test_states_that_no_head_takes_over_are_removed(
     hosts: Hosts, start: Start, tmp_path: Path
 ) -> None:
-    config = one_copy_config({"zero_optimization": {"stage": 1}})
-    given = {"CONFIG": config, "DEATHS": "[]", "PAUSE": 0.2}
-    process = start([1, 1], script=SCRIPT.with_name("one_copy.py"), **given)
-    wait_for(lambda: '"step": 3' in text_of(tmp_path / "rank0.jsonl"), process)
+    process = start_one_copy(start, tmp_path, [1, 1], PAUSE=0.2)
+    wait_for(lambda: has_taken(tmp_path, 3), process)
     process.kill()  # the keeper, and the kernel kills its head
     process.wait()
 
