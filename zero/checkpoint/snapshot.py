@@ -11,7 +11,7 @@ copied: a block is the tensor that is trained, in full or this rank's part.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, final
 
@@ -211,19 +211,19 @@ class Snapshot:
     def _add_alone(self, module: nn.Module) -> None:
         inside = {id(p) for unit in self.sharded.units for flat in unit.params for p in flat.params}
         groups = self.sharded.flat_groups
-        for name, param in module.named_parameters():
-            if id(param) not in inside:
-                box = groups.box_of(param)
-                flat = _alone("param", plain(groups.name_of(param, name)), param.data, box)
-                self._append(flat, param.data, "value", self.values, groups.of(param))
-        for name, buffer in _buffers(module):
+        params, buffers = _params_and_buffers(module, inside)
+        for name, param in params:
+            box = groups.box_of(param)
+            flat = _alone("param", plain(groups.name_of(param, name)), param.data, box)
+            self._append(flat, param.data, "value", self.values, groups.of(param))
+        for name, buffer in buffers:
             flat = _alone("buffer", plain(name), buffer)
             self._append(flat, buffer, "value", self.values, self._data)
 
     def _add_tied(self, module: nn.Module) -> None:
         name_of = self.sharded.flat_groups.name_of
         names = {id(p): plain(name_of(p, name)) for name, p in module.named_parameters()}
-        names.update((id(tensor), plain(name)) for name, tensor in _buffers(module))
+        names.update((id(tensor), plain(name)) for name, tensor in _params_and_buffers(module)[1])
         others: dict[str, list[tuple[str, str]]] = {}
         for full, tensor in module.state_dict(keep_vars=True).items():
             other, name = plain(full), names.get(id(tensor))
@@ -476,12 +476,25 @@ def _decoded_blocks(codes: Tensor, stored: Blocks | None) -> Blocks:
     return blocks
 
 
-def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every persistent buffer, once."""
-    seen: set[int] = set()
+def _params_and_buffers(
+    module: nn.Module, inside: Collection[int] = ()
+) -> tuple[list[tuple[str, nn.Parameter]], list[tuple[str, Tensor]]]:
+    """The parameters whose ids are not `inside`, and the persistent buffers, by name, each once.
+
+    In one walk, because with recovery each step has a snapshot.
+    """
+    seen = set(inside)
+    params: list[tuple[str, nn.Parameter]] = []
+    buffers: list[tuple[str, Tensor]] = []
     for prefix, owner in module.named_modules():
+        start = f"{prefix}." if prefix else ""
+        for name, param in owner._parameters.items():
+            if param is not None and id(param) not in seen:
+                seen.add(id(param))
+                params.append((start + name, param))
         for name, buffer in owner._buffers.items():
-            if buffer is None or name in owner._non_persistent_buffers_set or id(buffer) in seen:
-                continue
-            seen.add(id(buffer))
-            yield f"{prefix}.{name}" if prefix else name, buffer
+            is_saved = name not in owner._non_persistent_buffers_set
+            if buffer is not None and is_saved and id(buffer) not in seen:
+                seen.add(id(buffer))
+                buffers.append((start + name, buffer))
+    return params, buffers
