@@ -332,7 +332,10 @@ class Packing:
         return nullcontext()
 
     def trial(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Forwards that prove it, before this one is trained; None: nothing is to be proven. For all ranks."""
+        """Forwards that prove it, before this one is trained; None: nothing is to be proven. For all ranks.
+
+        For the first micro-batch of a step, as ranks may run unequal numbers of them.
+        """
         return None
 
     def judge(self, trial: Any) -> None:
@@ -342,8 +345,11 @@ class Packing:
         """
         return
 
-    def end_trials(self) -> None:
-        """Nothing is proven any more: ranks no longer have the same number of forwards."""
+    def rejoin(self, *, is_new: bool) -> None:
+        """Ranks go on after a failure, and with what forwards of any of them have proven. A collective.
+
+        is_new: this process has run none.
+        """
         return
 
 

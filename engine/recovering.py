@@ -432,7 +432,6 @@ class LiveRecovery(Recovery):
         target, begun_seconds = self._target, self._lost_seconds or time.monotonic()
         assert target is not None
         target.parts.updater.wait()  # of updates on the host
-        target.parts.packing.end_trials()
         while True:
             if self._versions is not None:
                 self._versions.stop()
@@ -443,6 +442,7 @@ class LiveRecovery(Recovery):
                     self._heal(target)
                 else:
                     self._go_back(target, self._versions, stays or self._is_inside)
+                target.parts.packing.rejoin(is_new=self._joins is not None)
                 break
             except PeerError:  # another rank has failed meanwhile
                 self._has_met = False

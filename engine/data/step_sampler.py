@@ -132,6 +132,8 @@ class StepSampler(Sampler[Any], Resumable):
         self._shares = [(unit, number) for number in range(self._num_micro_batches)]
         self.epoch, self._step = 0, 0  # whose micro-batches are given now
         self._given = 0  # micro-batches of it
+        self._is_used = False  # a forward of it has begun
+        self._done = 0  # steps of the epoch that count
         self._is_running = False  # an iteration has begun, and has not ended
         self._kept: dict[int, Sequence[Any]] = {}  # the items of steps of an epoch
         self._next: tuple[int, int] = (-1, 0)  # the epoch, and its step that comes next
@@ -148,6 +150,10 @@ class StepSampler(Sampler[Any], Resumable):
             self._move(self.epoch, self._step + 1)
         self._shares = list(shares)
         self._version += 1
+
+    def use(self) -> None:
+        """A forward of this step begins: what was given is not given again."""
+        self._is_used = True
 
     def taken(self, before: Mapping[str, int]) -> dict[str, int]:
         """The position after the step whose micro-batches were all taken. before: the position before it.
@@ -169,6 +175,7 @@ class StepSampler(Sampler[Any], Resumable):
                 f"those before {before}: take batches from engine.training_dataloader one by one, in the step "
                 "that trains them, and not ahead"
             )
+        self._done, self._is_used = self._step + 1, False
         return taken
 
     # -- positions --------------------------------------------------------------------------------------
@@ -180,7 +187,13 @@ class StepSampler(Sampler[Any], Resumable):
         return self.order.position(self.epoch, items)
 
     def begin(self) -> dict[str, int]:
-        if self._is_running or self._items(self._step) is None:
+        """An iteration that was left goes on in the next one, so that a new process has the same samples.
+
+        Batches that a script has only looked at are given again.
+        """
+        if not self._is_used:
+            self._move(self.epoch, self._done)
+        if self._items(self._step + (self._given == len(self._shares))) is None:
             self._move(self.epoch + 1, 0)
         self._is_running = True
         self._ahead.clear()
@@ -206,7 +219,11 @@ class StepSampler(Sampler[Any], Resumable):
         return self.start()
 
     def given(self, batch: Any, start: Mapping[str, int], end: Mapping[str, int]) -> Any:
-        return self.order.given(batch, start, end)
+        number = self._shares[self._given - 1][1]  # also of a unit that is gone
+        size = self._micro_batch_size * self._num_units
+        first = self._step * self._step_items + number * size
+        here = (self.order.position(self.epoch, first + count) for count in (0, size))
+        return self.order.given(batch, *here)
 
     def resume(self, position: Mapping[str, int], min_items: int) -> None:
         """Also in the iteration that runs: the next micro-batch is the first one of that step."""
@@ -222,12 +239,13 @@ class StepSampler(Sampler[Any], Resumable):
         if self.order.num_steps is not None and step >= self.order.num_steps:
             self._is_running = False
             epoch, step = epoch + 1, 0
-        self._move(
-            epoch, step
-        )  # items are read when they are needed: others wait for this rank now
+        # items are read when they are needed: others wait for this rank now
+        self._move(epoch, step)
 
     def _move(self, epoch: int, step: int) -> None:
+        """The first micro-batch of this step comes next; those before it count."""
         self.epoch, self._step, self._given = epoch, step, 0
+        self._done, self._is_used = step, False
         self._version += 1
 
     # -- items ------------------------------------------------------------------------------------------

@@ -21,7 +21,8 @@ from .inputs import Inputs, Names, find_packed
 from .masks import sample_numbers, samples_apart, wrap_masks
 from .proof import Trial, Verdict, trial_of
 
-ATTEMPTS = (1, 2, 8, 32)  # training forwards
+ATTEMPTS = (1, 2, 8, 32)  # training forwards of the first micro-batches of steps
+NEVER = 1 << 40  # forwards of a process that is new
 CACHE, PAST, POSITIONS = "use_cache", "past_key_values", "position_ids"
 log = logging.getLogger("xds")
 
@@ -93,15 +94,15 @@ class PackedForwards(Packing):
     def trial(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Trial | None:
         if self._is_done or not torch.is_grad_enabled():
             return None
-        self._num_forwards += 1
         due = ATTEMPTS[-1:] if self._is_proven else ATTEMPTS
-        if self._num_forwards not in due:
+        if self._num_forwards + 1 not in due:
+            self._num_forwards += 1
             return None
         found = self._trial(args, kwargs)
         mine = torch.tensor([found is not None], dtype=torch.int64, device=self._world.device)
         everywhere = bool(self._world.gather_small(mine, what="packed rows for a proof").all())
         if not everywhere:
-            self._end_if_last()
+            self._end_attempt()
         return found if everywhere else None
 
     def _trial(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Trial | None:
@@ -130,12 +131,13 @@ class PackedForwards(Packing):
             raise UsageError(f"data_packing: {name} {self._problem(found)}remove data_packing")
         self._was_seen = self._was_seen or found.is_seen
         self._is_proven = self._is_proven or found.is_proven
-        self._end_if_last()
+        self._end_attempt()
 
-    def _end_if_last(self) -> None:
+    def _end_attempt(self) -> None:
+        self._num_forwards += 1
         if self._num_forwards < ATTEMPTS[-1]:
             return
-        self.end_trials()
+        self._end()
         if self._is_proven:
             return
         reason = (
@@ -149,9 +151,22 @@ class PackedForwards(Packing):
                 "data_packing: no proof that %s keeps the samples of a row apart: %s", name, reason
             )
 
-    def end_trials(self) -> None:
+    def _end(self) -> None:
         self._is_done = True
         self._recent.clear()
+
+    def rejoin(self, *, is_new: bool) -> None:
+        number = NEVER if is_new else self._num_forwards
+        mine = [number, self._is_done, self._is_proven, self._was_seen]
+        own = torch.tensor(mine, dtype=torch.int64, device=self._world.device)
+        table = self._world.gather_small(own, what="proofs of packed rows")
+        fewest = int(
+            table[:, 0].min()
+        )  # a rank that has ended an attempt takes it again with others
+        self._num_forwards = 0 if fewest == NEVER else fewest
+        is_done, self._is_proven, self._was_seen = table[:, 1:].any(0).tolist()
+        if is_done:
+            self._end()
 
     def _problem(self, found: Verdict) -> str:
         """What the model does, and what else than no packing would change that."""

@@ -102,7 +102,9 @@ class TrainingStep(BackwardRules):
     def prove(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before a forward of packed rows that is trained: see `Packing.trial`. A collective."""
         packing, module = self._parts.packing, self._parts.module
-        trial = packing.trial(args, packing.inputs(args, kwargs)) if module.training else None
+        if self._accumulation.micro_batch or not module.training:
+            return
+        trial = packing.trial(args, packing.inputs(args, kwargs))
         if trial is not None:
             with trial.observing(module):
                 for inputs in trial.runs:

@@ -660,6 +660,21 @@ def wait_for(holds: Callable[[], bool], seconds: float) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "spares"), [(0, 0), (0, 1), (2, 1)])
+def test_a_model_that_mixes_packed_samples_is_refused_after_a_failure_in_its_proof(
+    tmp_path: Path, stage: int, spares: int
+) -> None:
+    words = ["--recover", "--nproc-per-node", "3", "--log-dir", str(tmp_path / "logs")]
+    words += ["--spares", str(spares), str(SCRIPT.with_name("leaks.py"))]
+    environ = {"OUT": str(tmp_path), "STAGE": str(stage), "OMP_NUM_THREADS": "1"}
+    launcher = ForkedLauncher(words, tmp_path, {**os.environ, **environ})
+    _, err = launcher.communicate(on_busy_machines(90))
+    assert launcher.returncode == 1 and (tmp_path / "died").exists()
+    assert "go on after step 0" in err
+    assert "data_packing: Mixes lets tokens see other samples of their row" in err
+
+
 # -- generations --------------------------------------------------------------------------------------------
 
 

@@ -225,6 +225,42 @@ def test_rows_and_curricula_are_those_of_a_run_without_recovery_and_are_given_ag
         assert loader.position() == order.position(1, 12 * num_steps)
 
 
+def test_an_iteration_that_is_left_goes_on_in_the_next_one() -> None:
+    whole = [numbers(batch) for batch in loaders(3, 29)[1]]
+    loader = loaders(3, 29)[1]
+    source, given, before = loader.source, [], loader.position()
+    assert numbers(next(iter(loader))) == whole[0]  # looked at: it is given again
+    for _ in range(2):  # each is left within a step
+        for number, batch in enumerate(loader):
+            given.append(numbers(batch))
+            source.use()
+            if len(given) % 2 == 0:
+                before = source.taken(before)
+            if number == 2:
+                break
+    assert given == whole
+
+
+@pytest.mark.parametrize("unit", [0, 1])
+def test_a_curriculum_gives_its_state_also_to_the_micro_batches_of_a_lost_unit(
+    tmp_path: Path, unit: int
+) -> None:
+    states: list = [[], []]
+    for number, (shares, place) in enumerate([(None, 2), (shares_of((0, 1), 3, 2, unit), unit)]):
+        loader = loader_of("curriculum", tmp_path, place, recovers=True)
+        source = loader.source
+        source.order.post_process = lambda batch, state, seen=states[number]: seen.append(state)
+        if shares is not None:
+            source.share(shares, loader.position())
+        list(loader)
+    whole, found = states
+    each = len(found) // (len(whole) // 2)
+    for number, state in enumerate(found):
+        step, micro_batch = divmod(number, each)
+        own = shares_of((0, 1), 3, 2, unit)[micro_batch][1]
+        assert state == whole[2 * step + own]
+
+
 def fresh(unit: int, epoch: int) -> object:
     loader = loaders(3, 29)[unit]
     loader.resume({"epoch": epoch, "samples": 0})
