@@ -278,6 +278,7 @@ class LiveRecovery(Recovery):
 
     def begin_step(self) -> None:
         self.has_taken_over = self._repeats = False
+        self._source.use()
         self._keep_version()
         if not self._regroups or self.has_lost:
             return

@@ -167,11 +167,11 @@ def patch_all(model: nn.Module) -> None:
 
         recover = LiveRecovery._recover
 
-        def note(self: Any) -> Any:
+        def note(self: Any, **options: Any) -> Any:
             global is_recovering  # noqa: PLW0603 (the plan asks for it)
             is_recovering = True
             try:
-                return recover(self)
+                return recover(self, **options)
             finally:
                 is_recovering = False
 
