@@ -54,6 +54,7 @@ MIN_POLL_SECONDS, MAX_POLL_SECONDS = 0.01, 0.2
 BEAT_SECONDS = 1.0
 LOOK_SECONDS = 0.05  # between two looks for another generation of the ranks
 _LEFT = "another rank has failed meanwhile"
+_ENDED = "rank 0 ended before it was committed"
 LOST_SECONDS = 60.0  # a rank that writes updates its key once a second, however slow the disk is
 NEVER = Recovery()
 _ANSWER = TypeAdapter(dict[str, Any])
@@ -437,8 +438,9 @@ class _Messages:
             self._store.set(self._key(self._rank), json.dumps(mine))
             failure: str = self._await(self._key("done"), 0)["error"]
         except RuntimeError:  # the store ended with rank 0
-            failure = "rank 0 ended before it was committed"
-        return "" if failure and self._is_committed() else failure
+            failure = _ENDED
+        # rank 0 has not said what became of it
+        return "" if failure in (_ENDED, _LEFT) and self._is_committed() else failure
 
     def _is_committed(self) -> bool:
         """Rank 0 may have ended after the commit, before it could say so."""
