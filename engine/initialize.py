@@ -858,10 +858,9 @@ def _packing(model: nn.Module, config: Config, loader: Any, collectives: Collect
     """Keeps the samples of packed rows apart in forwards, and proves it."""
     if loader is None or not config.data_packing.tokens:
         return Packing()
-    from .data.packing import recent_of
     from .packing.forwards import PackedForwards
 
-    return PackedForwards(model, config, collectives, recent_of(loader))
+    return PackedForwards(model, config, collectives, loader.order.recent)
 
 
 def _give_values(

@@ -498,18 +498,19 @@ def curriculum_loader(  # noqa: PLR0913 (a rank and the arguments of a DataLoade
             "their numbers: pass a data set with __len__ and __getitem__"
         )
     total = len(dataset) * num_epochs
-    sampler: Any = CurriculumSampler(
+    order = CurriculumSampler(
         Selection(metrics, len(dataset), step_samples, seed),
         max(1, total // step_samples if drop_last else -(-total // step_samples)),
         rank=rank,
         world_size=world_size,
         micro_batch_size=micro_batch_size,
     )
+    sampler: Any = order
     if recovers:
         from .step_sampler import StepSampler
 
         sizes = (world_size, step_samples // (world_size * micro_batch_size), micro_batch_size)
-        sampler = StepSampler(sampler, rank, sizes)
+        sampler = StepSampler(order, rank, sizes)
     own_seed = seed * world_size + rank
     return RankLoader(
         sampler,
@@ -529,11 +530,10 @@ def sampler_of(loader: Any) -> CurriculumSampler:
     Raises:
         UsageError: it has none.
     """
-    source: Any = loader.source if isinstance(loader, RankLoader) else None
-    source = getattr(source, "order", source)  # of a run that recovers
-    if not isinstance(source, CurriculumSampler):
+    order = loader.order if isinstance(loader, RankLoader) else None
+    if not isinstance(order, CurriculumSampler):
         raise UsageError(NO_CURRICULUM)
-    return source
+    return order
 
 
 __all__ = [

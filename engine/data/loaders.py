@@ -250,6 +250,11 @@ class RankLoader(DataLoader[Any]):
         """Where the samples come from."""
         return self._source
 
+    @property
+    def order(self) -> Any:
+        """What decides their order: with recovery the `StepOrder` of the source, else the source itself."""
+        return getattr(self._source, "order", self._source)
+
     def position(self) -> dict[str, int]:
         """The position of the next sample."""
         return self._position
@@ -265,9 +270,8 @@ class RankLoader(DataLoader[Any]):
 
     def resume(self, position: Mapping[str, int]) -> bool:
         """Begin the next iteration at `position`. False: the position is of another kind of source."""
-        if not position.keys() ^ self._source.start().keys() <= {
-            "epoch"
-        }:  # some streams count none
+        others = position.keys() ^ self._source.start().keys()
+        if not others <= {"epoch"}:  # that of a stream without recovery has none
             return False
         self._source.resume(position, self.batch_size if self.drop_last and self.batch_size else 1)
         self._position = self._source.start()

@@ -72,6 +72,8 @@ def _is_flat(value: Any) -> bool:
 class PackedRows(IterableDataset[Any], Resumable):
     """This rank's rows. A position is an epoch, and the rows of it that all ranks have received."""
 
+    num_steps = None  # of an epoch: known after it alone
+
     def __init__(
         self,
         dataset: Any,
@@ -130,10 +132,6 @@ class PackedRows(IterableDataset[Any], Resumable):
 
     def place(self, position: Mapping[str, int]) -> tuple[int, int]:
         return position["epoch"], position["rows"]
-
-    @property
-    def num_steps(self) -> int | None:
-        return None
 
     def steps(self, epoch: int, first: int) -> Iterator[list[list[Sample]]]:
         """The rows of each step of the epoch from the step `first` on."""
@@ -377,15 +375,4 @@ def packed_loader(  # noqa: PLR0913 (a rank and the arguments of a DataLoader)
     return RankLoader(sampler, own_seed, dataset=RowReader(rows), sampler=sampler, **options)
 
 
-def recent_of(loader: Any) -> deque[tuple[Tensor, Tensor]]:
-    """Tokens and positions of the last micro-batches of a loader of packed rows."""
-    source = loader.source
-    rows = source if isinstance(source, PackedRows) else source.order
-    found: deque[tuple[Tensor, Tensor]] = rows.recent
-    return found
-
-
-__all__ = [
-    *("IGNORED", "WINDOW", "PackedRows", "PadRows", "RowReader", "best_fit", "packed_loader"),
-    "recent_of",
-]
+__all__ = ["IGNORED", "WINDOW", "PackedRows", "PadRows", "RowReader", "best_fit", "packed_loader"]

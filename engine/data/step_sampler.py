@@ -92,9 +92,8 @@ class StreamOrder:
         return {"epoch": epoch, "items": items}
 
     def place(self, position: Mapping[str, int]) -> tuple[int, int]:
-        return position.get("epoch", 0), position[
-            "items"
-        ]  # a run without recovery counts no epochs
+        # a run without recovery counts no epochs of a stream
+        return position.get("epoch", 0), position["items"]
 
     def steps(self, epoch: int, first: int) -> Iterator[Sequence[Any]]:
         items = islice(self._stream, first * self._step_items, None)

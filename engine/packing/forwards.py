@@ -160,9 +160,8 @@ class PackedForwards(Packing):
         mine = [number, self._is_done, self._is_proven, self._was_seen]
         own = torch.tensor(mine, dtype=torch.int64, device=self._world.device)
         table = self._world.gather_small(own, what="proofs of packed rows")
-        fewest = int(
-            table[:, 0].min()
-        )  # a rank that has ended an attempt takes it again with others
+        # a rank that has ended an attempt makes it again with those that have not
+        fewest = int(table[:, 0].min())
         self._num_forwards = 0 if fewest == NEVER else fewest
         is_done, self._is_proven, self._was_seen = table[:, 1:].any(0).tolist()
         if is_done:

@@ -225,6 +225,23 @@ def test_rows_and_curricula_are_those_of_a_run_without_recovery_and_are_given_ag
         assert loader.position() == order.position(1, 12 * num_steps)
 
 
+@pytest.mark.parametrize("kind", ["packed", "packed stream", "curriculum", "stream"])
+@pytest.mark.parametrize("recovers", [True, False])
+def test_a_run_goes_on_where_one_with_or_without_recovery_was_saved(
+    tmp_path: Path, kind: str, recovers: bool
+) -> None:
+    saved = loader_of(kind, tmp_path, 1, recovers=recovers)
+    rounds = iter(saved)
+    for _ in range(2):
+        next(rounds)
+        if recovers:
+            saved.source.use()
+    loader = loader_of(kind, tmp_path, 1, recovers=not recovers)
+    assert loader.resume(saved.position())
+    rest = [contents(batch) for batch in itertools.islice(loader, 6)]
+    assert len(rest) == 6 and rest == [contents(next(rounds)) for _ in range(6)]
+
+
 def test_an_iteration_that_is_left_goes_on_in_the_next_one() -> None:
     whole = [numbers(batch) for batch in loaders(3, 29)[1]]
     loader = loaders(3, 29)[1]
