@@ -74,20 +74,30 @@ def die(where: str) -> None:
     if dies(where):
         os.kill(os.getpid(), signal.SIGKILL)
     if dies(f"host in {where}"):
-        lose_host()
+        lose_hosts(f"host in {where}")
 
 
-def lose_host() -> None:
-    """End all ranks of this host, and remove its memory."""
+def lose_hosts(where: str) -> None:
+    """End all ranks of the hosts that are lost in this step, and remove the memory of these hosts.
+
+    The first rank does it for all of them, as soon as the others have come to this place too.
+    """
+    lost = [rank for rank, *when in DEATHS if when == [engine.global_steps, where]]
+    while RANK != lost[0]:
+        time.sleep(1)
+    while not all((OUT / f"died.{rank}.{where}").exists() for rank in lost):
+        time.sleep(0.01)
+    hosts = {HOSTS[rank] for rank in lost}
     for rank, host in enumerate(HOSTS):
-        if host == HOSTS[RANK] and rank != RANK:
+        if host in hosts and rank != RANK:
             pid, deadline = int((OUT / f"pid{rank}").read_text()), time.monotonic() + 5
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
                 while time.monotonic() < deadline:  # until the launcher has noticed it
                     os.kill(pid, 0)
                     time.sleep(0.01)
-    shutil.rmtree(versions_folder(RANK).parent)
+    for host in hosts:
+        shutil.rmtree(versions_folder(RANK).parent.with_name(f"host{host}"))
     os.kill(os.getpid(), signal.SIGKILL)
 
 
