@@ -329,7 +329,7 @@ class Figures:
     launchers_killed: int = 0
     steps_back: Counter[int] = field(default_factory=Counter)
     seconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    slowest: list[tuple[float, str]] = field(default_factory=list)  # of all but SIGSTOP
+    slowest: dict[str, list[tuple[float, str]]] = field(default_factory=lambda: defaultdict(list))
 
     def add(self, name: str, layout: Layout, found: Run) -> None:
         self.runs[name] += 1
@@ -356,19 +356,21 @@ class Figures:
         steps = [each for each in newer if "world" in each]
         own = [each for each in steps if each["unit"] == kill["unit"]]
         others = [each for each in steps if each["unit"] != kill["unit"]]
-        # a rank that is stopped beside it, before the others have taken a step, holds them up as well
+        # a rank that fails beside it, before the others have taken a step, holds them up as well: where one is
+        # stopped in the recovery from another that was stopped, they wait for the threshold twice
         until = others[0]["seconds"] if others else kill["seconds"]
         since = kill["seconds"] - STOPPED_SECONDS
-        beside = [each for each in found if "kill" in each and since < each["seconds"] < until]
+        failures = [each for each in found if "kill" in each and each is not kill]
+        beside = [each for each in failures if since < each["seconds"] < until]
         is_stop = any(each["how"] == "SIGSTOP" for each in (kill, *beside))
-        kind = "SIGSTOP" if is_stop else "others"
+        kind = ("SIGSTOP beside another" if beside else "SIGSTOP") if is_stop else "others"
         if others and not layout.has_one_copy:
             waited = others[0]["seconds"] - kill["seconds"]
             self.seconds[f"survivors, {kind}"].append(waited)
-            if not is_stop:
-                what = f"{kill['how']}, {kill['kill']}, generation {kill['generation']}"
-                self.slowest.append((round(waited, 3), f"{what}, at {kill['seconds']:.3f}"))
-                self.slowest = sorted(self.slowest, reverse=True)[:10]
+            what = f"{kill['how']}, {kill['kill']}, generation {kill['generation']}"
+            slowest = self.slowest[kind]
+            slowest.append((round(waited, 3), f"{what}, at {kill['seconds']:.3f}"))
+            self.slowest[kind] = sorted(slowest, reverse=True)[:5]
         starts = [each for each in later if "start" in each and each["unit"] == kill["unit"]]
         if own and starts:
             copy = "one copy" if layout.has_one_copy else "replicas"
