@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +161,8 @@ def kill_in_a_save(call: list[str], folder: Path, save: int) -> None:
             ranks = ranks_of(run.pid)
             assert len(ranks) == 2
             for pid in (run.pid, *ranks):
-                os.kill(pid, signal.SIGKILL)
+                with suppress(ProcessLookupError):  # it has ended with its launcher
+                    os.kill(pid, signal.SIGKILL)
             break
         time.sleep(0.0005)
     assert run.wait(60) != 0, (folder / "output.txt").read_text()

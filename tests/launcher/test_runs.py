@@ -57,7 +57,8 @@ def start(tmp_path):
     begin.mark = mark
     yield begin
     for pid in marked(mark):
-        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it has ended with its parent
+            os.kill(pid, signal.SIGKILL)
     for process in begun:
         with contextlib.suppress(ProcessLookupError):
             process.send_signal(signal.SIGKILL)

@@ -83,7 +83,8 @@ def wait_for(holds: Callable[[], Any], process: "subprocess.Popen[str]") -> None
 def kill(hosts: Hosts, name: str) -> None:
     """All processes of a host end at once."""
     for pid in hosts.processes(name):
-        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it has ended with its parent
+            os.kill(pid, signal.SIGKILL)
 
 
 def check(folder: Path, ranks: Sequence[int], steps: int, num_units: int) -> None:
