@@ -310,11 +310,15 @@ class Decider:
         """If the others have ended without noticing it, nobody has done the rest of the work of lost ranks."""
         if self.lighthouse.are_alone or self.lighthouse.is_met(self._without_them):
             return
+        self._miss(self._last_lost)
+
+    def _miss(self, lost: set[int]) -> None:
+        """The failures of these ranks are those of the run."""
         self._has_missed = True
-        self._failed |= self._last_lost
-        who = ranks_text(sorted(self._last_lost))
+        self._failed |= lost
         self._tell(
-            f"all others had taken their last step, so nobody did what {who} had still to do"
+            "all others had taken their last step, so nobody did what "
+            f"{ranks_text(sorted(lost))} had still to do"
         )
 
     def _end_unit(self, unit: int) -> None:
@@ -332,6 +336,7 @@ class Decider:
         # a rank has ended, or all have raised: new processes would raise again
         is_error &= len(self._endings) == len(self.host_of)
         if 0 in self._codes.values() or is_error or self.lighthouse.is_given_up():
+            self._lost.discard(rank)  # its failure is reported
             self._end()
             return
         if rank in self._newest:
@@ -340,7 +345,7 @@ class Decider:
             count = count + 1 if step in (-1, before) else 1
             self._failures[rank] = (max(step, before), count)
             if count >= MOST_FAILURES:
-                self._lost.discard(rank)  # its failure is reported
+                self._lost.discard(rank)
                 times = f"so did {MOST_FAILURES} of its new processes after the same step"
                 self._tell(f"{ending}, and {times}: the run ends")
                 self._end()
@@ -454,8 +459,10 @@ class Decider:
             self._end_newcomers()
 
     def _end_newcomers(self) -> None:
-        """The others have ended."""
+        """The others have ended. With one copy they have not gone on without the lost ranks."""
         if self._running and not self.is_ending:
+            if self.lighthouse.has_one_copy and not self._is_over:
+                self._miss(set(self._joining))
             self._is_over = True
             self._kill(list(self._running))
 

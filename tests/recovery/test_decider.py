@@ -418,6 +418,23 @@ def test_failures_are_those_of_a_run_that_ended_for_them() -> None:
     assert play.decider.is_done and play.decider.failed == {0}
     assert "nobody did what rank 0 had still to do" in " ".join(play.said())
 
+    play = Play(hosts(2, 1), has_one_copy=True)
+    play.announce()
+    play.decider.ended(0, 0, RAISED)
+    for rank in (1, 2):  # before the new process is there, or while it waits for them
+        play.decider.ended(rank, 0, 0)
+    play.decider.look(0.1)
+    assert "nobody did what rank 0 had still to do" in " ".join(play.said())
+    play.decider.ended(0, 1, KILLED)
+    assert play.decider.is_done and play.decider.failed == {0}
+
+    play = Play(hosts(2, 1), has_one_copy=True)
+    play.announce()
+    play.decider.ended(0, 0, RAISED)
+    play.decider.ended(1, 0, 0)
+    play.decider.ended(0, 1, RAISED)  # the new process, while rank 2 runs
+    assert play.decider.is_ending and play.decider.failed == {0}
+
     play = Play(hosts(2, 1))
     play.decider.ended(2, 0, RAISED)
     play.decider.ended(0, 0, -15)
