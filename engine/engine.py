@@ -813,7 +813,7 @@ class Engine:
                 follower.resume(self.global_steps - self.skipped_steps)
         if found[0] is not None and not load_module_only:
             self._batches.forget()
-            self._parts.recovery.loaded()
+            self._parts.recovery.loaded(found[0])
         return found
 
     def resume(self, folder: str | Path) -> tuple[str | None, dict[str, Any]]:

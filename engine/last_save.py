@@ -34,7 +34,8 @@ class LastSave:
     def __init__(self) -> None:
         self.unsaved_step = NONE
         self.args: Arguments = ()  # of the call, if this process was in it
-        self._path, self._step = "", NONE  # its folder, and after which step it was made
+        # its folder, and after which step it was made; NONE: it was loaded
+        self._path, self._step = "", NONE
         self._counted: tuple[float | None, int] = None, 0  # by `Counters`, before it
         self._failure = ""  # why it was abandoned
 
@@ -48,6 +49,10 @@ class LastSave:
         self._step = counters.global_steps
         self._path = _path_of(save_dir, f"global_step{self._step}" if tag is None else tag)
         self.args = args
+
+    def loaded(self, path: str) -> None:
+        """The run goes on from the checkpoint in this folder."""
+        self._path, self._step = str(Path(path).absolute()), NONE
 
     def is_same(self, save_dir: str | Path, tag: Any, step: int) -> bool:
         """A save into this folder after `step` is the last one."""
@@ -91,7 +96,7 @@ class LastSave:
 
     def hear(self, every: Sequence[Mapping[str, Any]], client_state: Any) -> Arguments:
         """What all ranks have told. Returns the arguments of the save that the others make; (): of none."""
-        self._path, self._step = max((each["saved"] for each in every), key=lambda saved: saved[1])
+        self._path, self._step = _newest(every)
         call = next((each["call"] for each in every if each["call"]), None)
         if call is None:
             return ()
@@ -102,8 +107,12 @@ class LastSave:
 
 def newest_path(every: Sequence[Mapping[str, Any]]) -> str:
     """The folder of the last checkpoint of which any rank has told; "": of none."""
-    path: str = max((each["saved"] for each in every), key=lambda saved: saved[1])[0]
-    return path
+    return _newest(every)[0]
+
+
+def _newest(every: Sequence[Mapping[str, Any]]) -> tuple[str, int]:
+    step, path = max((step, path) for path, step in (each["saved"] for each in every))
+    return path, step
 
 
 def _path_of(save_dir: str | Path, tag: Any) -> str:

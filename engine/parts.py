@@ -181,8 +181,8 @@ class Recovery:
         """A step has ended on this rank."""
         return
 
-    def loaded(self) -> None:
-        """The engine goes on from a checkpoint."""
+    def loaded(self, path: str) -> None:
+        """The engine goes on from the checkpoint in this folder."""
         return
 
     def keep(self) -> None:

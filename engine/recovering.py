@@ -302,8 +302,9 @@ class LiveRecovery(Recovery):
                     f"rank {self._rank}: a rank of the next host has not got the copy of the last step"
                 )
 
-    def loaded(self) -> None:
+    def loaded(self, path: str) -> None:
         self._note(self._source.start())
+        self._last_save.loaded(path)
         if self._versions is None:
             return
         self.before_vote()

@@ -302,8 +302,9 @@ class RepeatingLoader:
             return next(self._iterator)
         except StopIteration:
             raise UsageError(
-                f"the loader ({type(self.loader).__name__}) has no further batch: it is empty, or "
-                "it can be iterated only once; pass one that can start again, such as a DataLoader."
+                f"the loader ({type(self.loader).__name__}) has no further batch: it is empty, has fewer "
+                "samples than a step takes, or can be iterated only once; pass more samples, or a loader that "
+                "can start again, such as a DataLoader."
             ) from None
 
 

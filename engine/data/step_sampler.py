@@ -161,9 +161,11 @@ class StepSampler(Sampler[Any], Resumable):
         """
         if self._given != len(self._shares):
             raise UsageError(
-                f"recovery.enabled: a step took {self._given} of its {len(self._shares)} micro-batches on this "
-                "rank from engine.training_dataloader, so it could not be repeated; take each batch from it, "
-                "once for each forward and backward, or call engine.train_batch()"
+                f"recovery.enabled: a step of {len(self._shares)} micro-batches took {self._given} of them "
+                "from its loops over engine.training_dataloader, and a step that is repeated would take "
+                "others; take one batch for each forward and backward, and leave the loop between two steps "
+                "(`zip(loader, range(n))` takes one batch more than it gives: write "
+                "`zip(range(n), loader)`), or call engine.train_batch()"
             )
         first = self._step * self._step_items
         taken = self.order.position(self.epoch, first + self._step_items)

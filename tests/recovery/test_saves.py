@@ -3,6 +3,7 @@
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from helpers import on_busy_machines
 
 import xds
 from xds.engine.checkpoint.save import SaveOptions
-from xds.engine.last_save import LastSave
+from xds.engine.last_save import LastSave, newest_path
 
 SCRIPT = Path(__file__).with_name("saves.py")
 
@@ -100,3 +101,13 @@ def test_a_new_process_is_told_of_a_save_as_json() -> None:
     told = [LastSave().told(()), LastSave().told((Path("saved"), 7, {"epoch": 1}, options))]
     heard = LastSave().hear(json.loads(json.dumps(told)), {"epoch": 1})
     assert heard == ("saved", "7", {"epoch": 1}, SaveOptions(score=(0.5, "max", 2)))
+
+
+def test_the_last_checkpoint_is_the_one_that_was_loaded_until_there_is_another_one() -> None:
+    loaded, new = LastSave(), LastSave()
+    loaded.loaded("/data/saved/global_step6")
+    for every in ([loaded, new], [new, loaded]):
+        assert newest_path([each.told(()) for each in every]) == "/data/saved/global_step6"
+    new.made(SimpleNamespace(global_steps=8), ("/data/saved", None))
+    for every in ([loaded, new], [new, loaded]):
+        assert newest_path([each.told(()) for each in every]) == "/data/saved/global_step8"
