@@ -99,6 +99,8 @@ def plan_of(
             name = "SIGKILL"  # a save that fails raises on all ranks, with recovery as well
         if layout.has_one_copy and more["is_second"] and plan[-1]["signal"] == "exception":
             name = "SIGKILL"  # where all ranks raise the run ends
+        if len(units) == 2 and more["is_second"] and plan[-1]["signal"] == "SIGSTOP":
+            name = "SIGKILL"  # where all ranks are stopped the run waits, as for Ctrl-Z
         entry = {"number": len(plan), "unit": random_.choice(unit), "step": step, "phase": phase}
         plan.append({**entry, "signal": name, **more})
 
@@ -217,9 +219,10 @@ def kill_outside(out: Path, entry: dict[str, Any]) -> bool:
         return False
     path = out / f"unit{entry['unit']}.jsonl"
     text = path.read_text() if path.exists() else ""
-    found = [json.loads(line) for line in text.splitlines()[-40:]]
+    lines = text[: text.rfind("\n") + 1].splitlines()  # the last one may be half written
+    found = [json.loads(line) for line in lines[-40:]]
     steps = [line for line in found if "world" in line]
-    starts = [json.loads(line) for line in text.splitlines() if '"start"' in line]
+    starts = [json.loads(line) for line in lines if '"start"' in line]
     if not steps or steps[-1]["step"] < entry["step"] or not is_alive(starts[-1]["start"]):
         return False
     is_new = steps[-1]["seconds"] < starts[-1]["seconds"]  # it has taken no step yet
@@ -242,7 +245,8 @@ def kill_outside(out: Path, entry: dict[str, Any]) -> bool:
 def records(out: Path) -> list[Any]:
     found = []
     for path in sorted(out.glob("*.jsonl")):
-        for line in path.read_text().splitlines():
+        text = path.read_text()
+        for line in text[: text.rfind("\n") + 1].splitlines():
             unit = {"unit": int(path.stem[4:])} if path.stem != "outside" else {}
             found.append({**unit, **json.loads(line)})
     return sorted(found, key=lambda record: record["seconds"])
