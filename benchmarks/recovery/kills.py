@@ -218,8 +218,7 @@ def kill_outside(out: Path, entry: dict[str, Any]) -> bool:
     if done is not None and not done.exists():
         return False
     path = out / f"unit{entry['unit']}.jsonl"
-    text = path.read_text() if path.exists() else ""
-    lines = text[: text.rfind("\n") + 1].splitlines()  # the last one may be half written
+    lines = whole_lines(path) if path.exists() else []
     found = [json.loads(line) for line in lines[-40:]]
     steps = [line for line in found if "world" in line]
     starts = [json.loads(line) for line in lines if '"start"' in line]
@@ -242,11 +241,16 @@ def kill_outside(out: Path, entry: dict[str, Any]) -> bool:
     return True
 
 
+def whole_lines(path: Path) -> list[str]:
+    """Without the last one, if it is half written."""
+    text = path.read_text()
+    return text[: text.rfind("\n") + 1].splitlines()
+
+
 def records(out: Path) -> list[Any]:
     found = []
     for path in sorted(out.glob("*.jsonl")):
-        text = path.read_text()
-        for line in text[: text.rfind("\n") + 1].splitlines():
+        for line in whole_lines(path):
             unit = {"unit": int(path.stem[4:])} if path.stem != "outside" else {}
             found.append({**unit, **json.loads(line)})
     return sorted(found, key=lambda record: record["seconds"])

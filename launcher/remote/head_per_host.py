@@ -138,6 +138,7 @@ class _Start(Results):
     members: list[_Member] = field(default_factory=list)
     order: Order | None = None  # of the last of them
     lost: list[LostHost] = field(default_factory=list)
+    passed: list[LostHost] = field(default_factory=list)  # with recovery: the run went on
     is_growing: bool = False  # stopped by the head to add hosts that came back
     # a node process got a stop signal on its host, for example from a cloud provider
     was_stopped_on_host: bool = False
@@ -307,6 +308,10 @@ class _Head:
         self._start = None
         if start.deciding is not None:
             start.failures = start.deciding.counted(start.failures)
+            if not (start.failures or start.lost):
+                # the others had ended without noticing it, so nobody did the rest of the work of its ranks
+                failed = start.deciding.decider.failed
+                start.lost = [each for each in start.passed if failed.intersection(each.ranks)]
             start.deciding = None  # closes its store, whose port the next start may need
         return start
 
@@ -553,6 +558,8 @@ class _Head:
         decider.host_lost(number, why)
         if decider.is_ending and not was_ending:
             start.lost.append(lost)
+        else:
+            start.passed.append(lost)
 
     def _leave(self) -> None:
         """End every node process."""

@@ -87,6 +87,13 @@ def kill(hosts: Hosts, name: str) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
+def remove_memory(hosts: Hosts, name: str) -> None:
+    """Copies of states in the memory of a host are lost with it."""
+    for path in hosts.left_files(name):
+        if "xds-states" in path:
+            shutil.rmtree(path, ignore_errors=True)
+
+
 def check(folder: Path, ranks: Sequence[int], steps: int, num_units: int) -> None:
     """The ranks that are left have the losses, values and samples of a run without a failure."""
     losses, values = plain(steps, num_units)
@@ -142,9 +149,7 @@ def test_a_spare_host_gets_the_only_states_of_a_lost_one_from_the_next_host(
     process = start_one_copy(start, lost, *WITH_SPARE, PAUSE=0.2)
     wait_for(lambda: has_taken(lost, 4), process)
     kill(hosts, "host0")
-    for path in hosts.left_files("host0"):  # its memory is lost as well
-        if "xds-states" in path:
-            shutil.rmtree(path, ignore_errors=True)
+    remove_memory(hosts, "host0")
     err = ended(process)
     assert "xds: host host0 was lost (the connection ended); the other ranks wait for new" in err
     assert "new processes of ranks 0, 1 take part (generation 1)" in err
@@ -304,3 +309,42 @@ def test_a_group_whose_host_is_lost_is_left_out_and_comes_back(
     ]
     newest = max(both[0].keys() & both[1].keys())
     assert newest > 3 and both[0][newest] == both[1][newest]
+
+
+TAIL = """
+import os, time
+from pathlib import Path
+import torch, xds
+config = {
+    "train_micro_batch_size_per_gpu": 2,
+    "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    "zero_optimization": {"stage": int(os.environ["STAGE"])},
+    "recovery": {"enabled": True},
+}
+engine = xds.initialize(torch.nn.Linear(4, 4), config, training_data=torch.randn(24, 4))
+while engine.global_steps < 4:
+    for x in engine.training_dataloader:
+        engine.backward(engine(x).square().mean())
+        engine.step()
+        if engine.global_steps == 4:
+            break
+(Path(os.environ["OUT"]) / f"tail{engine.global_rank}").touch()
+time.sleep(4 if os.environ["RANK"] == "0" else 60)
+"""
+
+
+@pytest.mark.parametrize(("stage", "num_spare"), [(0, 0), (2, 1)])
+def test_what_a_lost_host_had_to_do_after_the_last_step_fails_the_run(
+    hosts: Hosts, start: Start, tmp_path: Path, stage: int, num_spare: int
+) -> None:
+    script = tmp_path / "tail.py"
+    script.write_text(TAIL)
+    process = start(
+        [1, 1, *[1] * num_spare], ["", "", "spare"][: 2 + num_spare], script, STAGE=stage
+    )
+    wait_for(lambda: all((tmp_path / f"tail{rank}").exists() for rank in (0, 1)), process)
+    kill(hosts, "host1")
+    remove_memory(hosts, "host1")
+    _, err = process.communicate(timeout=on_busy_machines(60))
+    assert process.returncode, err
+    assert "nobody did what rank 1 had still to do" in err and "host1" in err
